@@ -1,0 +1,1 @@
+"""Pure tensor functions: tensors in, tensors out, inputs never modified."""

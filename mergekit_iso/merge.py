@@ -1,0 +1,199 @@
+"""The reference runner: everything in memory, one tensor after another.
+
+Every other engine is tested against it, so it is short rather than fast.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .errors import IncompatibleError, MergeWarning, MethodError, NonFiniteError
+from .methods.base import (
+    Context,
+    DeltaStream,
+    MergeMethod,
+    Worker,
+    local_delta,
+    merge_unit,
+    resolve_weights,
+)
+from .methods.registry import resolve_method
+from .tensors import (
+    DEFAULT_EXCLUDE,
+    TensorInfo,
+    apply_delta,
+    compute_dtype,
+    describe,
+    task_vector_of,
+)
+
+Tensors = Mapping[str, Tensor]
+
+
+def task_vector(base: Tensors, finetuned: Tensors) -> dict[str, Tensor]:
+    """Return the task vector θ − θ_base of every floating tensor that both models have.
+
+    Both sides are upcast first: float64 where one is float64, else float32, in which the result
+    is. Raises IncompatibleError where names or shapes differ.
+    """
+    missing = sorted(base.keys() ^ finetuned.keys())
+    if missing:
+        side = "the base" if missing[0] in finetuned else "the fine-tuned model"
+        raise IncompatibleError(f"{side} has no tensor {missing[0]}")
+    vector = {}
+    for name, weight in base.items():
+        tuned = finetuned[name]
+        if tuned.shape != weight.shape:
+            raise IncompatibleError(
+                f"{name} has shape {tuple(tuned.shape)} in the fine-tuned model and "
+                f"{tuple(weight.shape)} in the base"
+            )
+        if weight.is_floating_point():
+            vector[name] = task_vector_of(weight, tuned, compute_dtype(weight.dtype, tuned.dtype))
+    return vector
+
+
+def merge(
+    base: Tensors,
+    deltas: Sequence[Tensors],
+    method: str | MergeMethod,
+    *,
+    weights: Sequence[float] | float | Literal["mean"] | None = None,
+    scale: float = 1.0,
+    seed: int = 0,
+    round: int = 0,
+    masks: Sequence[Tensors] | None = None,
+    exclude: Sequence[str] = DEFAULT_EXCLUDE,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return base + scale · M(Δ_1 … Δ_T), each tensor in the base's dtype and device.
+
+    Args:
+        base: the base model's tensors by name. Tensors that no delta has, and those that are
+            not floating, come back as they are (the same values, a copy).
+        deltas: T task vectors θ_t − θ_base; all with the same names, each name and shape the
+            base's. Any floating dtype; computed in float32, or float64 where base or delta is.
+        method: a registered name, with its options beside it, or a method object.
+        weights: one per delta; None is 1 each, "mean" is 1/T each. A weight of 0 takes part in
+            nothing.
+        scale: α, applied to every merged tensor at the end.
+        seed: key of the random masks, with the round, the delta's number and the tensor's name.
+        round: number of the outer step; 0 offline.
+        masks: explicit keep masks (bool) per delta and name, instead of drawn ones.
+        exclude: patterns of matrices that spectral methods average like vectors: a glob if it
+            has any of ``*?[``, ``role:NAME`` for a role, else a substring of the name.
+        **options: the method's options, where it is given by name.
+
+    Raises:
+        MethodError: a method, option, weight or scale that does not exist or fit.
+        IncompatibleError: deltas whose names or shapes differ from each other or the base.
+        NonFiniteError: a NaN or infinity in an input, or in the result (overflow).
+    """
+    operator = resolve_method(method, options)
+    if not deltas:
+        raise MethodError("there is nothing to merge: no delta was given")
+    if not isfinite(scale):
+        raise MethodError(f"the scale cannot be {scale}: give a finite number")
+    weight = resolve_weights(weights, len(deltas))
+    infos = _describe(base, deltas, exclude)
+    _check_masks(masks, deltas)
+    for sentence in operator.check(infos, weight):
+        warnings.warn(sentence, MergeWarning, stacklevel=2)
+
+    taking_part = [t for t in range(len(deltas)) if weight[t] != 0]
+    ctx = Context(weights=tuple(weight[t] for t in taking_part), seed=seed, round=round)
+
+    def dtype(info: TensorInfo) -> torch.dtype:
+        return compute_dtype(info.dtype, *(delta[info.name].dtype for delta in deltas))
+
+    def worker(t: int, info: TensorInfo, stats: Any = None) -> Worker:
+        mask = None if masks is None else masks[t].get(info.name)
+        return Worker(t, deltas[t][info.name].detach().to(dtype(info)), stats, mask)
+
+    def stream(t: int, chosen: Sequence[TensorInfo]) -> DeltaStream:
+        def chunks() -> Iterator[tuple[TensorInfo, Tensor, Context]]:
+            for info in chosen:
+                w = worker(t, info)
+                yield info, w.delta, replace(ctx, worker=t, mask=w.mask)
+
+        return DeltaStream(sum(i.numel for i in chosen), chunks, compute_dtype(*map(dtype, chosen)))
+
+    def stats(t: int, info: TensorInfo) -> Any:
+        if "worker_tensor" in operator.requires.stats:
+            return operator.measure(stream(t, [info]))
+        return of_model.get(t)
+
+    def workers(info: TensorInfo) -> Iterator[Worker]:
+        return (worker(t, info, stats(t, info)) for t in taking_part)
+
+    of_model: dict[int, Any] = {}
+    if "worker_model" in operator.requires.stats:
+        of_model = {t: operator.measure(stream(t, infos)) for t in taking_part}
+    if "merged_model" in operator.requires.stats and taking_part:
+        partials = (
+            operator.partial([local_delta(operator, w, i, ctx) for w in workers(i)], i, ctx)
+            for i in infos
+        )
+        ctx = replace(ctx, elected=operator.elect(partials))
+
+    merged = {name: weight.clone() for name, weight in base.items()}
+    for info in infos:
+        weight_0 = base[info.name]
+        if taking_part:
+            tau = merge_unit(operator, workers(info), info, ctx)
+        else:
+            tau = operator.finalize(torch.zeros_like(weight_0, dtype=dtype(info)), info, ctx)
+        merged[info.name] = _checked(apply_delta(weight_0, tau, scale, weight_0.dtype), info.name)
+    return merged
+
+
+def _describe(base: Tensors, deltas: Sequence[Tensors], exclude: Sequence[str]) -> list[TensorInfo]:
+    names = deltas[0].keys()
+    for t, delta in enumerate(deltas):
+        for name in sorted(delta.keys() ^ names):
+            without, has = (0, t) if name in delta else (t, 0)
+            raise IncompatibleError(f"delta {without} has no tensor {name}, which delta {has} has")
+        for name, d in delta.items():
+            if name not in base:
+                raise IncompatibleError(f"delta {t} has a tensor {name}, which the base has not")
+            if d.shape != base[name].shape:
+                raise IncompatibleError(
+                    f"{name} has shape {tuple(d.shape)} in delta {t} and "
+                    f"{tuple(base[name].shape)} in the base"
+                )
+            if base[name].is_floating_point():
+                _checked(d, f"{name} of delta {t}")
+    infos = []
+    for name in base:
+        if name in names and base[name].is_floating_point() and base[name].numel():
+            _checked(base[name], f"{name} of the base")
+            infos.append(describe(name, base[name].shape, base[name].dtype, exclude))
+    return infos
+
+
+def _check_masks(masks: Sequence[Tensors] | None, deltas: Sequence[Tensors]) -> None:
+    if masks is None:
+        return
+    if len(masks) != len(deltas):
+        raise MethodError(f"{len(masks)} sets of masks were given for {len(deltas)} deltas")
+    for t, (keep, delta) in enumerate(zip(masks, deltas, strict=True)):
+        for name, mask in keep.items():
+            if mask.dtype != torch.bool or (name in delta and mask.shape != delta[name].shape):
+                raise MethodError(
+                    f"the mask of {name} of delta {t} must be bool of the delta's shape, "
+                    f"not {mask.dtype} {tuple(mask.shape)}"
+                )
+
+
+def _checked(x: Tensor, what: str) -> Tensor:
+    bad = x.numel() - int(torch.isfinite(x).sum())
+    if bad:
+        raise NonFiniteError(f"{bad} of {x.numel()} values of {what} are NaN or infinite")
+    return x

@@ -1,0 +1,116 @@
+"""TIES-Merging: trim, elect sign, disjoint merge (Yadav et al., NeurIPS 2023, arXiv:2306.01708)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..errors import MethodError
+from ..kernels.signs import disjoint_merge, vote
+from ..kernels.sparsify import Threshold, kth_magnitude, largest_threshold, trim
+from ..tensors import TensorInfo
+from .base import Context, DeltaStream, MergeMethod, Requires
+from .registry import register
+
+
+@register(
+    "ties",
+    paper="arXiv:2306.01708",
+    formula="γ = sign Σ wₜ trim(Δₜ);  τ = mean of the trimmed wₜ Δₜ whose sign is γ",
+    cost="three more passes over each model for its threshold, one for the election",
+)
+@dataclass(frozen=True, kw_only=True)
+class TIES(MergeMethod):
+    """Trim small entries, elect a sign for each, merge what agrees with it."""
+
+    density: Annotated[float, Field(ge=0, le=1, description="share of entries kept per model")] = (
+        0.2
+    )
+    scope: Annotated[
+        Literal["model", "tensor"],
+        Field(description="trim over the whole model (the authors') or within each tensor"),
+    ] = "model"
+    sign: Annotated[
+        Literal["total", "frequency"],
+        Field(description="elect by the sum of values (the authors') or the count of signs"),
+    ] = "total"
+    aggregate: Annotated[
+        Literal["mean", "sum", "max"], Field(description="how agreeing entries are combined")
+    ] = "mean"
+
+    symmetries = frozenset({"permutation", "scale"})
+
+    @property
+    def requires(self) -> Requires:
+        """Thresholds over the chosen scope; over the model, also the majority sign."""
+        if self.scope == "tensor":
+            return Requires(workers="each", stats=("worker_tensor",))
+        return Requires(workers="each", stats=("worker_model", "merged_model"))
+
+    def measure(self, stream: DeltaStream) -> Threshold | None:
+        """Return the trim threshold over the stream; None keeps everything or nothing.
+
+        Over the model the authors keep every entry at or above the k-th smallest magnitude,
+        k = d − int(d·density), ties included; within a tensor exactly int(density·n) entries.
+        """
+        if self.density in (0.0, 1.0) or stream.numel == 0:
+            return None
+        chunks = _Chunks(stream)
+        if self.scope == "tensor":
+            keep = int(self.density * stream.numel)
+            if keep == 0:
+                return Threshold(float("inf"))
+            return largest_threshold(chunks, keep, stream.numel, dtype=stream.dtype)
+        k = stream.numel - int(stream.numel * self.density)
+        return Threshold(kth_magnitude(chunks, k, dtype=stream.dtype))
+
+    def local(self, delta: Tensor, info: TensorInfo, ctx: Context) -> Tensor:
+        """Trim: return the delta with its small entries set to zero, any shape."""
+        if self.density == 0:
+            return torch.zeros_like(delta)
+        return delta if ctx.stats is None else trim(delta, ctx.stats, ctx.offset)
+
+    def partial(self, deltas: Sequence[Tensor], info: TensorInfo, ctx: Context) -> int:
+        """Return the net vote of a unit: entries elected + less those elected −."""
+        return int(vote(_weighted(deltas, ctx), by=self.sign).sum(dtype=torch.float64))
+
+    def elect(self, partials: Iterable[int]) -> int:
+        """Return the majority sign of the merged model, for entries whose own vote is a tie."""
+        net = sum(partials)
+        return (net > 0) - (net < 0)
+
+    def combine(self, deltas: Sequence[Tensor], info: TensorInfo, ctx: Context) -> Tensor:
+        """Elect and merge disjointly; a tie takes the majority, within a tensor +."""
+        weighted = _weighted(deltas, ctx)
+        gamma = vote(weighted, by=self.sign)
+        tie = 1 if self.scope == "tensor" else ctx.elected
+        positive = (gamma > 0) | ((gamma == 0) & (tie > 0))
+        merged, share = disjoint_merge(weighted, ctx.weights, positive, aggregate=self.aggregate)
+        if self.aggregate == "mean" and min(ctx.weights) < 0:
+            short = (share <= 0) & (merged != 0)
+            if bool(short.any()):
+                raise MethodError(
+                    f"the weights of the models that agree sum to 0 or less at {int(short.sum())} "
+                    f"entries of {info.name}, so their mean is not defined",
+                    hint="give positive weights, or aggregate=sum",
+                )
+        return merged
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The tensors of a stream without their infos, iterable more than once."""
+
+    stream: DeltaStream
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (chunk for _, chunk, _ in self.stream)
+
+
+def _weighted(deltas: Sequence[Tensor], ctx: Context) -> list[Tensor]:
+    return [d if w == 1.0 else d * w for d, w in zip(deltas, ctx.weights, strict=True)]
