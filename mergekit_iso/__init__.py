@@ -36,7 +36,7 @@ _HOME = {
     "merge_checkpoints": "execute",
     "execute": "execute",
     "plan": "plan",
-    "verify": "checkpoints",
+    "verify": "checkpoints.verify",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from .methods.base import (
     DeltaStream,
     MergeMethod,
     Worker,
+    finite_number,
     local_delta,
     merge_unit,
     resolve_weights,
@@ -56,7 +56,8 @@ def task_vector(base: Tensors, finetuned: Tensors) -> dict[str, Tensor]:
                 f"{tuple(weight.shape)} in the base"
             )
         if weight.is_floating_point():
-            vector[name] = task_vector_of(weight, tuned, compute_dtype(weight.dtype, tuned.dtype))
+            dtype = compute_dtype(weight.dtype, tuned.dtype)
+            vector[name] = task_vector_of(weight.detach(), tuned.detach(), dtype)
     return vector
 
 
@@ -76,8 +77,8 @@ def merge(
     """Return base + scale · M(Δ_1 … Δ_T), each tensor in the base's dtype and device.
 
     Args:
-        base: the base model's tensors by name. Tensors that no delta has, and those that are
-            not floating, come back as they are (the same values, a copy).
+        base: the base model's tensors by name. Tensors that no delta has, and buffers (integer,
+            boolean and known constant ones), come back as they are (the same values, a copy).
         deltas: T task vectors θ_t − θ_base; all with the same names, each name and shape the
             base's. Any floating dtype; computed in float32, or float64 where base or delta is.
         method: a registered name, with its options beside it, or a method object.
@@ -99,8 +100,7 @@ def merge(
     operator = resolve_method(method, options)
     if not deltas:
         raise MethodError("there is nothing to merge: no delta was given")
-    if not isfinite(scale):
-        raise MethodError(f"the scale cannot be {scale}: give a finite number")
+    scale = finite_number("the scale", scale)
     weight = resolve_weights(weights, len(deltas))
     infos = _describe(base, deltas, exclude)
     _check_masks(masks, deltas)
@@ -108,7 +108,8 @@ def merge(
         warnings.warn(sentence, MergeWarning, stacklevel=2)
 
     taking_part = [t for t in range(len(deltas)) if weight[t] != 0]
-    ctx = Context(weights=tuple(weight[t] for t in taking_part), seed=seed, round=round)
+    weights_of = tuple(weight[t] for t in taking_part) or (0.0,)
+    ctx = Context(weights=weights_of, seed=seed, round=round)
 
     def dtype(info: TensorInfo) -> torch.dtype:
         return compute_dtype(info.dtype, *(delta[info.name].dtype for delta in deltas))
@@ -131,7 +132,10 @@ def merge(
         return of_model.get(t)
 
     def workers(info: TensorInfo) -> Iterator[Worker]:
-        return (worker(t, info, stats(t, info)) for t in taking_part)
+        if not taking_part:
+            yield Worker(0, torch.zeros(info.shape, dtype=dtype(info)).to(base[info.name].device))
+        for t in taking_part:
+            yield worker(t, info, stats(t, info))
 
     of_model: dict[int, Any] = {}
     if "worker_model" in operator.requires.stats:
@@ -143,14 +147,10 @@ def merge(
         )
         ctx = replace(ctx, elected=operator.elect(partials))
 
-    merged = {name: weight.clone() for name, weight in base.items()}
+    merged = {name: theta.detach().clone() for name, theta in base.items()}
     for info in infos:
-        weight_0 = base[info.name]
-        if taking_part:
-            tau = merge_unit(operator, workers(info), info, ctx)
-        else:
-            tau = operator.finalize(torch.zeros_like(weight_0, dtype=dtype(info)), info, ctx)
-        merged[info.name] = _checked(apply_delta(weight_0, tau, scale, weight_0.dtype), info.name)
+        theta, tau = merged[info.name], merge_unit(operator, workers(info), info, ctx)
+        merged[info.name] = _checked(apply_delta(theta, tau, scale, theta.dtype), info.name)
     return merged
 
 
@@ -168,13 +168,14 @@ def _describe(base: Tensors, deltas: Sequence[Tensors], exclude: Sequence[str]) 
                     f"{name} has shape {tuple(d.shape)} in delta {t} and "
                     f"{tuple(base[name].shape)} in the base"
                 )
-            if base[name].is_floating_point():
-                _checked(d, f"{name} of delta {t}")
     infos = []
     for name in base:
-        if name in names and base[name].is_floating_point() and base[name].numel():
+        info = describe(name, base[name].shape, base[name].dtype, exclude)
+        if name in names and info.role != "buffer" and info.numel:
+            infos.append(info)
             _checked(base[name], f"{name} of the base")
-            infos.append(describe(name, base[name].shape, base[name].dtype, exclude))
+            for t, delta in enumerate(deltas):
+                _checked(delta[name], f"{name} of delta {t}")
     return infos
 
 

@@ -38,7 +38,7 @@ _EMBEDDING = re.compile(
     r")\.weight$"
 )
 _HEAD = re.compile(
-    r"(^|\.)(lm_head|embed_out|output|score|classifier|predictions\.decoder)\.weight$"
+    r"(^|\.)(lm_head(\.decoder)?|embed_out|output|score|classifier|predictions\.decoder)\.weight$"
 )
 _EXPERTS = re.compile(r"(^|\.)\w*experts?(\.|$)")
 _FUSED = re.compile(

@@ -67,6 +67,7 @@ def check_method(method: str | MergeMethod, **options: Any) -> None:
 def _check_all(operator: MergeMethod) -> None:
     for check in (
         _check_shapes_and_dtypes,
+        _check_compute_dtype,
         _check_inputs_unmodified,
         _check_scales,
         _check_zero,
@@ -75,7 +76,12 @@ def _check_all(operator: MergeMethod) -> None:
         _check_chunks,
         _check_symmetries,
     ):
-        check(operator)
+        try:
+            check(operator)
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{check.__name__.lstrip('_')}: {error!r}") from error
 
 
 def merged_delta(operator: MergeMethod, deltas: Sequence[Model], **arguments: Any) -> Model:
@@ -95,6 +101,19 @@ def _check_shapes_and_dtypes(operator: MergeMethod) -> None:
                 assert got.shape == weight.shape, f"{name}: shape {tuple(got.shape)}"
                 assert got.dtype == weight.dtype, f"{name}: dtype {got.dtype}"
                 assert torch.isfinite(got).all(), f"{name}: not finite"
+
+
+def _check_compute_dtype(operator: MergeMethod) -> None:
+    """What an engine gets back must have the dtype and shape it gave."""
+    if operator.requires.stats:
+        return
+    for name in SHAPES:
+        for dtype in (torch.float32, torch.float64):
+            info, deltas = _unit(name)
+            workers = [Worker(t, d.to(dtype)) for t, d in enumerate(deltas)]
+            got = merge_unit(operator, workers, info, Context(weights=(1.0, 1.0, 1.0)))
+            assert got.dtype == dtype, f"{name}: {got.dtype} from deltas of {dtype}"
+            assert got.shape == deltas[0].shape, f"{name}: shape {tuple(got.shape)}"
 
 
 def _check_inputs_unmodified(operator: MergeMethod) -> None:

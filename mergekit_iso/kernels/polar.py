@@ -7,19 +7,19 @@ polar factor is all it needs; Newton–Schulz iterations give one from matrix pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import sqrt
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, Field, InstanceOf
+from pydantic import BeforeValidator, Field, FiniteFloat, InstanceOf
 from torch import Tensor
 
 from ..errors import MethodError
 from ..options import Options
 from .spectrum import normalised, null_rtol, svd
 
-Triple = tuple[float, float, float]
+Triple = tuple[FiniteFloat, FiniteFloat, FiniteFloat]
 
 #: Schedules of (a, b, c) in σ ← aσ + bσ³ + cσ⁵, by name.
 SCHEDULES: dict[str, tuple[Triple, ...]] = {
@@ -61,7 +61,7 @@ class PolarResult(NamedTuple):
     """A polar decomposition: A ≈ factor · (its own positive part).
 
     factor (…, m, n): the polar factor, a partial isometry where null directions were dropped.
-    scale (…): the mean of all min(m, n) singular values of A.
+    scale (…): ⟨factor, A⟩ / min(m, n): the mean of all singular values, null ones being zero.
     residual (…): ‖R − R²‖_F / √r with R the Gram matrix of the factor; about twice the error of
         the factor's singular values near 1, while a null direction (σ = 0) adds nothing.
     """
@@ -102,13 +102,14 @@ class Exact(PolarPolicy):
         rtol = null_rtol(A.dtype) if self.null_rtol is None else self.null_rtol
         kept = sigma > rtol * sigma[..., :1]
         factor = (U * kept[..., None, :]) @ Vh
-        scale = sigma.double().mean(-1).to(A.dtype)
+        scale = (sigma * kept).double().mean(-1).to(A.dtype)
         return PolarResult(factor, scale, torch.zeros_like(scale))
 
 
 def _triples(value: Any) -> Any:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(tuple(float(x) for x in triple) for triple in value)
+    # Lists come from YAML; what is no sequence of sequences is left for the validation to refuse.
+    if isinstance(value, (list, tuple)):
+        return tuple(tuple(t) if isinstance(t, (list, tuple)) else t for t in value)
     return value
 
 
@@ -201,25 +202,23 @@ class Fast(PolarPolicy):
 POLICIES: dict[str, type[PolarPolicy]] = {p.name: p for p in (Exact, NewtonSchulz, Fast)}
 
 
-def polar_policy(value: Any) -> Any:
-    """Return a policy from a name, or from ``{"name": …, option: value}``; others as they are.
+def polar_policy(value: Any) -> PolarPolicy:
+    """Return a policy from a name or from ``{"name": …, option: value}``; a policy as it is.
 
     Raises MethodError for a name or an option that does not exist.
     """
-    if isinstance(value, str):
-        value = {"name": value}
-    if not isinstance(value, dict):
+    if isinstance(value, PolarPolicy):
         return value
-    options = dict(value)
+    options = dict(value) if isinstance(value, dict) else {"name": value}
     name = options.pop("name", Exact.name)
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise MethodError(
             f"there is no polar policy {name!r}", hint=f"valid: {', '.join(POLICIES)}"
         )
     policy = POLICIES[name]
     for option in options:
-        if option not in policy.__dataclass_fields__:
-            valid = ", ".join(policy.__dataclass_fields__) or "none"
+        if option not in (valid_options := [f.name for f in fields(policy)]):
+            valid = ", ".join(valid_options)
             raise MethodError(
                 f"polar policy {name!r} has no option {option!r}", hint=f"its options: {valid}"
             )
@@ -241,13 +240,22 @@ def decompose(A: Tensor, polar: PolarPolicy | str | dict[str, Any] = Exact()) ->
     worked on matrix by matrix, so that a matrix has the same result alone and in a stack.
     Source: the polar factor as used by Iso-C, arXiv:2502.04959.
     """
-    policy: PolarPolicy = polar_policy(polar)
+    policy = polar_policy(polar)
     A = _upcast(A)
+    if A.numel() == 0:
+        nothing = A.new_zeros(A.shape[:-2])
+        return PolarResult(A.clone(), nothing, nothing)
     if A.dim() > 2 and A.device.type == "cpu":
         each = [policy.decompose(a) for a in A.flatten(0, -3)]
         stacks = (torch.stack(part) for part in zip(*each, strict=True))
         return PolarResult(*(s.reshape(*A.shape[:-2], *s.shape[1:]) for s in stacks))
     return policy.decompose(A)
+
+
+def rank_cutoff(polar: PolarPolicy, rank_tolerance: float | None, dtype: torch.dtype) -> float:
+    """Return the share of σ₁ at or below which a spectral method drops a direction."""
+    own = polar.null_rtol if isinstance(polar, Exact) else None
+    return max(null_rtol(dtype) if own is None else own, rank_tolerance or 0.0)
 
 
 def polar_factor(A: Tensor, polar: PolarPolicy | str | dict[str, Any] = Exact()) -> Tensor:

@@ -63,23 +63,26 @@ def leading(A: Tensor, rank: int | None = None, rtol: float | None = None) -> SV
 
 
 def flatten(sigma: Tensor, r: int, norm: Norm = "nuclear", power: float = 0.0) -> Tensor:
-    """Return the flattened singular values of an r-direction matrix, shape of ``sigma`` (k,).
+    """Return the flattened singular values of a matrix with r = min(m, n); shape (k,) as ``sigma``.
 
-    With power 0 they are one value: the mean of all r singular values (``nuclear``; the k given
-    and r − k zeros) or their root mean square (``frobenius``). With power p they are
-    proportional to σᵖ at the same nuclear or Frobenius norm as that flat spectrum; power 1 gives
-    ``sigma`` back where no direction was dropped.
+    ``sigma`` are the k directions that were kept, all above 0. With power 0 the result is one
+    value: the mean of all r singular values, r − k of them zero (``nuclear``), or their root
+    mean square (``frobenius``). With power 1 it is ``sigma`` itself. Between, it is proportional
+    to σ^power, with a norm of (k/r)^(1 − power) times that of ``sigma`` (nuclear, or its square's
+    for Frobenius), so that both ends are met; where nothing was dropped that is the same norm.
     """
     k = len(sigma)
     if k == 0:
         return sigma
     s = (sigma / sigma.max()).double()
     shape = s**power
+    share = (k / r) ** (1 - power)
     if norm == "nuclear":
-        level = s.sum() / r * k / shape.sum()
+        level = share * s.sum() / shape.sum()
     else:
-        level = (s.square().sum() / r * k / shape.square().sum()).sqrt()
-    return (shape * level).to(sigma.dtype) * sigma.max()
+        level = (share * s.square().sum() / shape.square().sum()).sqrt()
+    flat: Tensor = (shape * level).to(sigma.dtype) * sigma.max()
+    return flat
 
 
 def rms_singular_value(A: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -44,6 +45,11 @@ Symmetry = Literal[
 LINEAR: frozenset[Symmetry] = frozenset(
     {"permutation", "scale", "odd", "rotation", "transpose", "idempotent", "identity"}
 )
+
+#: Those that every spectral method has.
+SPECTRAL: frozenset[Symmetry] = frozenset({"permutation", "scale", "odd", "rotation"})
+#: Those of a spectral method that treats rows and columns alike.
+TRANSPOSABLE: frozenset[Symmetry] = SPECTRAL | {"transpose"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +128,18 @@ class MergeMethod(Options):
     """
 
     name: ClassVar[str] = ""
-    symmetries: ClassVar[frozenset[Symmetry]] = frozenset()
+
+    # Both are class attributes in methods where they do not depend on the options.
 
     @property
     def requires(self) -> Requires:
-        """What the operator needs; a class attribute where it does not depend on the options."""
+        """What the operator needs."""
         return Requires()
+
+    @property
+    def symmetries(self) -> frozenset[Symmetry]:
+        """What the operator commutes with; ``mergekit_iso.testing`` holds it to that."""
+        return frozenset()
 
     def check(self, infos: Sequence[TensorInfo], weights: Sequence[float]) -> list[str]:
         """Refuse (MethodError) or warn (sentences) from shapes and weights, before any work."""
@@ -184,7 +196,8 @@ def merge_unit(
     """Run a method on one unit (a tensor or a chunk of one): local, combine, finalize.
 
     ``workers`` are those with a weight other than 0, in order; an iterator is consumed one
-    delta at a time, so a ``sum`` method holds two. At least one worker is needed.
+    delta at a time, so a ``sum`` method holds two. Where no worker has a weight, one zero delta
+    of weight 0 stands for them: a sum is then zero and a mean undefined.
     """
     locals_ = (local_delta(method, w, info, ctx) for w in workers)
     if method.requires.workers == "sum":
@@ -245,12 +258,15 @@ def resolve_weights(
         if weights != "mean":
             raise MethodError(f"weights cannot be {weights!r}: give numbers or 'mean'")
         return (1.0 / workers,) * workers
-    if isinstance(weights, (int, float)):
+    if not isinstance(weights, Sequence):
         weights = (weights,) * workers
     if len(weights) != workers:
         raise MethodError(f"{len(weights)} weights were given for {workers} models")
-    resolved = tuple(float(w) for w in weights)
-    for w in resolved:
-        if not isfinite(w):
-            raise MethodError(f"a weight cannot be {w}: give finite numbers")
-    return resolved
+    return tuple(finite_number("a weight", w) for w in weights)
+
+
+def finite_number(what: str, value: Any) -> float:
+    """Return ``value`` as a float, or raise MethodError unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
+        raise MethodError(f"{what} cannot be {value!r}: give a finite number")
+    return float(value)

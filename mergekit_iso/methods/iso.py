@@ -15,13 +15,24 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import MethodError
-from ..kernels.polar import Exact, Fast, NewtonSchulz, Polar, PolarPolicy, decompose, polar_factor
-from ..kernels.spectrum import Norm, flatten, leading, null_rtol, rms_singular_value
+from ..kernels.polar import (
+    Exact,
+    Fast,
+    NewtonSchulz,
+    Polar,
+    decompose,
+    polar_factor,
+    rank_cutoff,
+)
+from ..kernels.spectrum import Norm, flatten, leading, rms_singular_value
 from ..tensors import TensorInfo
 from .base import (
+    SPECTRAL,
+    TRANSPOSABLE,
     Context,
     MergeMethod,
     Requires,
+    Symmetry,
     matrix_by_matrix,
     weighted_mean,
     weighted_sum,
@@ -74,11 +85,22 @@ class IsoC(MergeMethod):
 
     name = "iso_c"
     requires = Requires(workers="sum", unit="matrix")
-    symmetries = frozenset({"permutation", "scale", "odd", "rotation", "transpose", "idempotent"})
+
+    @property
+    def symmetries(self) -> frozenset[Symmetry]:
+        """A flat spectrum stays as it is where the polar factor is exact."""
+        flat = isinstance(self.polar, Exact) and not self.power and not self.rank_tolerance
+        return TRANSPOSABLE | {"idempotent"} if flat else TRANSPOSABLE
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _needs_svd(self)
+        wants_spectrum = self.power > 0 or self.rank_tolerance is not None
+        if wants_spectrum and isinstance(self.polar, NewtonSchulz):
+            option = "power" if self.power else "rank_tolerance"
+            raise MethodError(
+                f"option {option} of IsoC needs singular values, which Newton–Schulz has not",
+                hint="use polar=exact",
+            )
 
     def finalize(self, total: Tensor, info: TensorInfo, ctx: Context) -> Tensor:
         """Return σ̄ U Vᵀ of A (…, m, n); the weighted mean where the tensor is no matrix."""
@@ -91,10 +113,8 @@ class IsoC(MergeMethod):
         return factor * level[..., None, None]
 
     def _by_svd(self, A: Tensor) -> Tensor:
-        U, sigma, Vh = leading(A, rtol=0.0)
-        kept = sigma > (self.rank_tolerance or null_rtol(A.dtype)) * sigma[:1]
-        flat = flatten(sigma, min(A.shape), self.norm, self.power)
-        return (U * (flat * kept)) @ Vh
+        U, sigma, Vh = leading(A, rtol=rank_cutoff(self.polar, self.rank_tolerance, A.dtype))
+        return (U * flatten(sigma, min(A.shape), self.norm, self.power)) @ Vh
 
 
 @register(
@@ -117,7 +137,7 @@ class IsoCTS(MergeMethod):
     rank_tolerance: RankTolerance = None
 
     requires = Requires(workers="each", unit="matrix")
-    symmetries = frozenset({"permutation", "scale", "odd", "rotation"})
+    symmetries = SPECTRAL
 
     def split(self, r: int, tasks: int) -> tuple[int, int]:
         """Return (c, n): common directions, and directions of each task's own, c + n·T = r."""
@@ -147,25 +167,16 @@ class IsoCTS(MergeMethod):
         r = min(deltas[0].shape)
         c, n = self.split(r, len(deltas))
         A = weighted_sum(deltas, ctx.weights)
-        common = leading(A, c, self.rank_tolerance)
+        rtol = rank_cutoff(self.polar, self.rank_tolerance, A.dtype)
+        common = leading(A, c, rtol)
         parts = [common]
         if n:
             for w, D in zip(ctx.weights, deltas, strict=True):
                 own = w * D
-                parts.append(leading(own - common.U @ (common.U.T @ own), n, self.rank_tolerance))
+                parts.append(leading(own - common.U @ (common.U.T @ own), n, rtol))
         s = torch.cat([p.sigma for p in parts])
         if len(s) == 0:
             return torch.zeros_like(A)
         U_perp = polar_factor(torch.cat([p.U for p in parts], dim=1), self.polar)
         V_perp_h = polar_factor(torch.cat([p.Vh for p in parts], dim=0), self.polar)
         return (U_perp * flatten(s, r, self.norm, self.power)) @ V_perp_h
-
-
-def _needs_svd(method: IsoC) -> None:
-    polar: PolarPolicy = method.polar
-    for option in ("power", "rank_tolerance"):
-        if getattr(method, option) and isinstance(polar, NewtonSchulz):
-            raise MethodError(
-                f"option {option} of IsoC needs singular values, which polar={polar.name} has not",
-                hint="use polar=exact",
-            )

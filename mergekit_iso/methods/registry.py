@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from ..errors import MethodError
+from ..options import Options
 from .base import MergeMethod
 
 ENTRY_POINT_GROUP = "mergekit_iso.methods"
@@ -98,7 +99,8 @@ def get_method(name: str, **options: Any) -> MergeMethod:
         if option not in valid:
             hint = _nearest(option, valid) if valid else f"{name} has no options"
             raise MethodError(f"method {name!r} has no option {option!r}", hint=hint)
-    return entry.cls(**(entry.preset | options))
+    chosen = {option: _refined(entry.defaults[option], value) for option, value in options.items()}
+    return entry.cls(**(entry.preset | chosen))
 
 
 def resolve_method(method: str | MergeMethod, options: dict[str, Any]) -> MergeMethod:
@@ -113,6 +115,13 @@ def resolve_method(method: str | MergeMethod, options: dict[str, Any]) -> MergeM
             hint=f"set them on the object: {type(method).__name__}({next(iter(options))}=…)",
         )
     return method
+
+
+def _refined(default: Any, value: Any) -> Any:
+    # {"steps": 8} for a policy refines the method's own default policy.
+    if isinstance(default, Options) and isinstance(value, dict) and "name" not in value:
+        return default.options() | value
+    return value
 
 
 @cache

@@ -88,8 +88,8 @@ class TIES(MergeMethod):
         """Elect and merge disjointly; a tie takes the majority, within a tensor +."""
         weighted = _weighted(deltas, ctx)
         gamma = vote(weighted, by=self.sign)
-        tie = 1 if self.scope == "tensor" else ctx.elected
-        positive = (gamma > 0) | ((gamma == 0) & (tie > 0))
+        tie_is_positive = self.scope == "tensor" or ctx.elected == 1
+        positive = (gamma > 0) | ((gamma == 0) & tie_is_positive)
         merged, share = disjoint_merge(weighted, ctx.weights, positive, aggregate=self.aggregate)
         if self.aggregate == "mean" and min(ctx.weights) < 0:
             short = (share <= 0) & (merged != 0)

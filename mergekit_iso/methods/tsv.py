@@ -13,10 +13,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..kernels.polar import Exact, Polar, polar_factor
+from ..kernels.polar import Exact, Polar, polar_factor, rank_cutoff
 from ..kernels.spectrum import leading
 from ..tensors import TensorInfo
-from .base import Context, MergeMethod, Requires, matrix_by_matrix, weighted_mean, weighted_sum
+from .base import (
+    TRANSPOSABLE,
+    Context,
+    MergeMethod,
+    Requires,
+    Symmetry,
+    matrix_by_matrix,
+    weighted_mean,
+    weighted_sum,
+)
 from .registry import register
 
 
@@ -42,7 +51,12 @@ class TSV(MergeMethod):
     ] = None
 
     requires = Requires(workers="each", unit="matrix")
-    symmetries = frozenset({"permutation", "scale", "odd", "rotation", "transpose", "identity"})
+
+    @property
+    def symmetries(self) -> frozenset[Symmetry]:
+        """One task comes back unchanged where all its directions are kept."""
+        all_kept = self.rank_fraction in (None, 1.0) and not self.rank_tolerance
+        return TRANSPOSABLE | {"identity"} if all_kept else TRANSPOSABLE
 
     def rank(self, r: int, tasks: int) -> int:
         """Return k, the singular triplets kept per task of a matrix with min(m, n) = r."""
@@ -62,8 +76,8 @@ class TSV(MergeMethod):
             return []
         names = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         return [
-            f"tsv keeps no direction of {tasks} tasks in matrices with fewer than {tasks} rows or "
-            f"columns, so these stay at the base: {names} (min_rank=1 keeps one per task)"
+            f"tsv keeps no direction per task of {tasks} in matrices too small for its rank, so "
+            f"these stay at the base: {names} (min_rank=1 keeps one per task)"
         ]
 
     def combine(self, deltas: Sequence[Tensor], info: TensorInfo, ctx: Context) -> Tensor:
@@ -74,16 +88,11 @@ class TSV(MergeMethod):
 
     def _merge(self, deltas: Sequence[Tensor], ctx: Context) -> Tensor:
         k = self.rank(min(deltas[0].shape), len(deltas))
-        U, sigma, Vh = zip(
-            *(
-                leading(w * D, k, self.rank_tolerance)
-                for w, D in zip(ctx.weights, deltas, strict=True)
-            ),
-            strict=True,
-        )
-        s = torch.cat(sigma)
+        rtol = rank_cutoff(self.polar, self.rank_tolerance, deltas[0].dtype)
+        parts = [leading(w * D, k, rtol) for w, D in zip(ctx.weights, deltas, strict=True)]
+        s = torch.cat([p.sigma for p in parts])
         if len(s) == 0:
             return torch.zeros_like(deltas[0])
-        U_perp = polar_factor(torch.cat(U, dim=1), self.polar)
-        V_perp_h = polar_factor(torch.cat(Vh, dim=0), self.polar)
+        U_perp = polar_factor(torch.cat([p.U for p in parts], dim=1), self.polar)
+        V_perp_h = polar_factor(torch.cat([p.Vh for p in parts], dim=0), self.polar)
         return (U_perp * s) @ V_perp_h

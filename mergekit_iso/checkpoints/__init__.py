@@ -1,0 +1,1 @@
+"""Checkpoints on disk: finding, reading, aligning, writing and verifying them."""
