@@ -40,6 +40,11 @@ def svd(A: Tensor) -> SVD:
 
     Where LAPACK or the GPU's solver does not converge, float64 on the CPU is tried once.
     """
+    m, n = A.shape[-2:]
+    if A.dim() == 2 and A.device.type == "cpu" and not A.any():
+        # A frozen matrix would cost a full decomposition; its zero vectors stand for no direction.
+        r = min(m, n)
+        return SVD(A.new_zeros(m, r), A.new_zeros(r), A.new_zeros(r, n))
     X, largest = normalised(A)
     try:
         U, sigma, Vh = torch.linalg.svd(X, full_matrices=False)
