@@ -1,0 +1,1 @@
+"""Measurements of the library's parts, each made again by one command."""
