@@ -32,6 +32,7 @@ _HOME = {
     "register": "methods",
     "Exact": "kernels.polar",
     "NewtonSchulz": "kernels.polar",
+    "Halley": "kernels.polar",
     "Fast": "kernels.polar",
     "merge_checkpoints": "execute",
     "execute": "execute",

@@ -6,55 +6,36 @@ polar factor is all it needs; Newton–Schulz iterations give one from matrix pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import sqrt
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, Field, FiniteFloat, InstanceOf
+from pydantic import BeforeValidator, Field, InstanceOf
 from torch import Tensor
 
 from ..errors import MethodError
 from ..options import Options
+from .halley import deviation, halley, halley_mixed
+from .newton_schulz import (
+    POLISH,
+    SCHEDULES,
+    Triple,
+    newton_schulz,
+    newton_schulz_step,
+    upcast,
+    wide,
+)
+from .products import commuting_product, gram, quick_float32_products
 from .spectrum import normalised, null_rtol, svd
 
-Triple = tuple[FiniteFloat, FiniteFloat, FiniteFloat]
-
-#: Schedules of (a, b, c) in σ ← aσ + bσ³ + cσ⁵, by name.
-SCHEDULES: dict[str, tuple[Triple, ...]] = {
-    # Jordan et al. 2024, "Muon": five times the same step, tuned for slope, never converges.
-    "muon5": ((3.4445, -4.7750, 2.0315),) * 5,
-    # You 2025, a five-step quintic; as in NVIDIA Emerging-Optimizers.
-    "quintic5": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    # Amsel et al. 2025, "Polar Express" (arXiv:2505.16932), safety 1.02 folded in; as in dion.
-    "polar_express5": (
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-    ),
-    # The same paper's eight steps, the last of which has the fixed point 1 and may be repeated.
-    "polar_express8": (
-        (8.2051, -22.9019, 16.4607),
-        (4.0664, -2.8612, 0.5184),
-        (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853),
-        (2.2779, -1.6198, 0.3985),
-        (1.8726, -1.2307, 0.3585),
-        (1.8564, -1.2132, 0.3568),
-        (1.8750, -1.2500, 0.3750),
-    ),
-}
-_POLISH: Triple = (1.875, -1.25, 0.375)
 _MOST_POLISH_STEPS = 12
+# Below these sizes LAPACK's SVD is the quickest (measured in docs/explanation/polar-factor.md).
+_SMALLEST_MIXED = 768
+_SMALLEST_HALLEY = 512
+# Halley's legs before the polish leave this deviation at most; one null direction far more.
+_CONVERGED = 3e-3
 
 
 class PolarResult(NamedTuple):
@@ -63,7 +44,8 @@ class PolarResult(NamedTuple):
     factor (…, m, n): the polar factor, a partial isometry where null directions were dropped.
     scale (…): ⟨factor, A⟩ / min(m, n): the mean of all singular values, null ones being zero.
     residual (…): ‖R − R²‖_F / √r with R the Gram matrix of the factor; about twice the error of
-        the factor's singular values near 1, while a null direction (σ = 0) adds nothing.
+        the factor's singular values near 1, while a null direction (σ = 0) adds nothing. It is
+        0 where the result is exact: by ``Exact``, or by a fast policy that had to fall back to it.
     """
 
     factor: Tensor
@@ -88,7 +70,12 @@ class PolarPolicy(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(PolarPolicy):
-    """By SVD, with null directions dropped: the semantic reference."""
+    """By SVD, with null directions dropped: the semantic reference.
+
+    Large float32 matrices are first tried by Halley steps of which the first is in float64: as
+    accurate as a float32 SVD on every spectrum, more so on ill-conditioned ones, and quicker.
+    Where a direction is null, or was left short of 1, the SVD decides what is dropped.
+    """
 
     name: ClassVar[str] = "exact"
     null_rtol: Annotated[
@@ -98,6 +85,10 @@ class Exact(PolarPolicy):
 
     def decompose(self, A: Tensor) -> PolarResult:
         """Return U Vᵀ without null directions, and the mean singular value; residual 0."""
+        if min(A.shape[-2:]) >= _SMALLEST_MIXED and A.dtype == torch.float32 and not self.null_rtol:
+            P = _by_halley(A, halley_mixed, _CONVERGED)
+            if P is not None:
+                return _result(P, A, torch.zeros(A.shape[:-2]).to(A))
         U, sigma, Vh = svd(A)
         rtol = null_rtol(A.dtype) if self.null_rtol is None else self.null_rtol
         kept = sigma > rtol * sigma[..., :1]
@@ -167,39 +158,77 @@ class NewtonSchulz(PolarPolicy):
             for _ in range(_MOST_POLISH_STEPS):
                 if bool((residual <= self.tolerance).all()):
                     break
-                P = _wide(P, lambda X: _step(X, _POLISH))
+                P = wide(P, lambda X: newton_schulz_step(X, POLISH))
                 residual = _residual(P)
-        return PolarResult(P, _mean_by_inner_product(P, A), residual)
+        return _result(P, A, residual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halley(PolarPolicy):
+    """By dynamically weighted Halley steps in Gram form with restarts.
+
+    Converges every direction with σ > 2e-6·σ₁; those below are null. In float32 the error stays
+    near 5e-4 up to a condition of 1e5, where an SVD's is 7e-3.
+    """
+
+    name: ClassVar[str] = "halley"
+    smallest: Annotated[
+        float,
+        Field(gt=1e-7, lt=1, description="σ/σ₁ that the first legs are designed for"),
+    ] = 1e-5
+    tolerance: Annotated[
+        float, Field(gt=1e-5, lt=1, description="deviation from orthogonality to stop at")
+    ] = 1e-3
+
+    def decompose(self, A: Tensor) -> PolarResult:
+        """Return the iteration's result, the scale ⟨P, A⟩/r and the residual.
+
+        Raises torch.linalg.LinAlgError where rounding leaves a Gram matrix indefinite.
+        """
+        X, _ = normalised(A)
+        P = wide(X, lambda X: halley(X, self.smallest, self.tolerance)[0])
+        return _result(P, A, _residual(P))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fast(PolarPolicy):
-    """Newton–Schulz where its measured deviation from orthogonality allows, else exact.
+    """The quickest kernel for the device and shape that meets a measured tolerance, else exact.
 
-    The deviation is ‖P Pᵀ − I‖_F / √r, which unconverged and null directions raise alike: a
-    rank-deficient matrix always takes the exact path.
+    On a CPU Halley steps from 512 rows and columns on, below that the SVD; elsewhere
+    Newton–Schulz. What is measured is the deviation from orthogonality ‖P Pᵀ − I‖_F / √r, which
+    unconverged and null directions raise alike; where it stays above the tolerance the matrix
+    is decomposed exactly, in float64, and the residual is 0.
     """
 
     name: ClassVar[str] = "fast"
     tolerance: Annotated[
-        float, Field(gt=0, lt=1, description="largest deviation from orthogonality accepted")
+        float, Field(gt=1e-5, lt=1, description="largest deviation from orthogonality accepted")
     ] = 1e-3
 
     def decompose(self, A: Tensor) -> PolarResult:
         """Return the first of the two results that meets the tolerance."""
-        result = NewtonSchulz().decompose(A)
-        met = _deviation(result.factor) <= self.tolerance
-        if bool(met.all()):
-            return result
-        exact = Exact().decompose(A)
-        return PolarResult(
-            torch.where(met[..., None, None], result.factor, exact.factor),
-            torch.where(met, result.scale, exact.scale),
-            torch.where(met, result.residual, exact.residual),
-        )
+        small = min(A.shape[-2:]) < _SMALLEST_HALLEY
+        if A.device.type == "cpu" and (small or A.dtype == torch.float64):
+            return Exact().decompose(A)
+        P = self._quick(A)
+        if P is not None:
+            return _result(P, A, _residual(P))
+        # What float32 cannot tell from zero is null, also to the float64 decomposition.
+        exact = Exact(null_rtol=null_rtol(A.dtype)).decompose(A.double())
+        return PolarResult(*(part.to(A.dtype) for part in exact))
+
+    def _quick(self, A: Tensor) -> Tensor | None:
+        if A.device.type != "cpu":
+            P = newton_schulz(A, NewtonSchulz().schedule)
+            met = deviation(gram(P.mT if P.shape[-2] > P.shape[-1] else P)) <= self.tolerance
+            return P if bool(met.all()) else None
+        # Squares are ill-conditioned (random matrices have a hard edge at 0), others rarely are.
+        square = max(A.shape[-2:]) < 1.5 * min(A.shape[-2:])
+        smallest = 1e-5 if square else 1e-3
+        return _by_halley(A, lambda X: halley(X, smallest, self.tolerance), self.tolerance)
 
 
-POLICIES: dict[str, type[PolarPolicy]] = {p.name: p for p in (Exact, NewtonSchulz, Fast)}
+POLICIES: dict[str, type[PolarPolicy]] = {p.name: p for p in (Exact, NewtonSchulz, Halley, Fast)}
 
 
 def polar_policy(value: Any) -> PolarPolicy:
@@ -241,15 +270,18 @@ def decompose(A: Tensor, polar: PolarPolicy | str | dict[str, Any] = Exact()) ->
     Source: the polar factor as used by Iso-C, arXiv:2502.04959.
     """
     policy = polar_policy(polar)
-    A = _upcast(A)
+    A = upcast(A)
     if A.numel() == 0:
         nothing = A.new_zeros(A.shape[:-2])
         return PolarResult(A.clone(), nothing, nothing)
-    if A.dim() > 2 and A.device.type == "cpu":
+    if A.device.type != "cpu":
+        return policy.decompose(A)
+    with quick_float32_products():
+        if A.dim() == 2:
+            return policy.decompose(A)
         each = [policy.decompose(a) for a in A.flatten(0, -3)]
         stacks = (torch.stack(part) for part in zip(*each, strict=True))
         return PolarResult(*(s.reshape(*A.shape[:-2], *s.shape[1:]) for s in stacks))
-    return policy.decompose(A)
 
 
 def rank_cutoff(polar: PolarPolicy, rank_tolerance: float | None, dtype: torch.dtype) -> float:
@@ -265,64 +297,32 @@ def polar_factor(A: Tensor, polar: PolarPolicy | str | dict[str, Any] = Exact())
 
 def mean_singular_value(A: Tensor) -> Tensor:
     """Return the mean of all min(m, n) singular values of A (…, m, n), per matrix; shape (…)."""
-    X, largest = normalised(_upcast(A))
+    X, largest = normalised(upcast(A))
     sigma: Tensor = torch.linalg.svdvals(X)
     return sigma.double().mean(-1).to(X.dtype) * largest[..., 0, 0]
 
 
-def newton_schulz(
-    A: Tensor,
-    coefficients: Sequence[Sequence[float]],
-    *,
-    norm_safety: float = 1.0,
-    norm_eps: float = 0.0,
-) -> Tensor:
-    """Return the raw polynomial iteration on A (…, m, n): σ ← aσ + bσ³ + cσ⁵ for every triple.
-
-    A is first divided by norm_safety·‖A‖_F + norm_eps, so that σ ≤ 1; zero stays zero. Half
-    precision is upcast to float32, in which the result then is.
-    """
-    X, largest = normalised(_upcast(A))
-    frobenius = X.double().square().sum(dim=(-2, -1), keepdim=True).sqrt()
-    norm = frobenius * norm_safety + norm_eps / largest.double()
-    X = X / torch.where(norm == 0, 1.0, norm).to(X.dtype)
-
-    def iterate(X: Tensor) -> Tensor:
-        for a, b, c in coefficients:
-            X = _step(X, (a, b, c))
-        return X
-
-    return _wide(X, iterate)
+def _by_halley(
+    A: Tensor, iterate: Callable[[Tensor], tuple[Tensor, Tensor]], most: float
+) -> Tensor | None:
+    """Return the polar factor, or None where the deviation of a matrix exceeds ``most``."""
+    X, _ = normalised(A)
+    try:
+        X, left = iterate(X.mT if A.shape[-2] > A.shape[-1] else X)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return None
+    if not bool((left <= most).all()):
+        return None
+    return X.mT if A.shape[-2] > A.shape[-1] else X
 
 
-def _upcast(A: Tensor) -> Tensor:
-    return A if A.dtype == torch.float64 else A.float()
-
-
-def _step(X: Tensor, triple: Triple) -> Tensor:
-    a, b, c = triple
-    G = X @ X.mT
-    Y: Tensor = (b * G + c * (G @ G)) @ X
-    return Y.add_(X, alpha=a)
-
-
-def _wide(X: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    # Gram matrices are then r × r with r the smaller side.
-    return function(X.mT).mT if X.shape[-2] > X.shape[-1] else function(X)
-
-
-def _gram(P: Tensor) -> Tensor:
-    return P.mT @ P if P.shape[-2] > P.shape[-1] else P @ P.mT
+def _result(P: Tensor, A: Tensor, residual: Tensor) -> PolarResult:
+    return PolarResult(P, _mean_by_inner_product(P, A), residual)
 
 
 def _residual(P: Tensor) -> Tensor:
-    R = _gram(P)
-    return _frobenius(R - R @ R) / sqrt(R.shape[-1])
-
-
-def _deviation(P: Tensor) -> Tensor:
-    R = _gram(P)
-    return _frobenius(R - torch.eye(R.shape[-1]).to(R)) / sqrt(R.shape[-1])
+    R = gram(P.mT if P.shape[-2] > P.shape[-1] else P)
+    return _frobenius(R - commuting_product(R, R)) / sqrt(R.shape[-1])
 
 
 def _frobenius(A: Tensor) -> Tensor:

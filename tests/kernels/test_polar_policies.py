@@ -63,7 +63,7 @@ def test_coefficients_survive_plain_data() -> None:
     ("value", "message"),
     [
         ("svd", "svd"),
-        ({"name": "halley"}, "halley"),
+        ({"name": "haley"}, "haley"),
         ({"name": "fast", "tol": 1}, "tol"),
         ({"steps": 3}, "steps"),
         ({"name": ["fast"]}, "fast"),
