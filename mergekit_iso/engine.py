@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .checkpoints.stream import CHUNK, InputReader, all_finite
 from .checkpoints.survey import DeltaSurvey
 from .checkpoints.writer import CheckpointWriter
 from .errors import CheckpointError, NonFiniteError
+from .kernels.memory import keep_freed_memory
 from .methods.base import Context, DeltaStream, Worker, local_delta, merge_unit
 from .plan import Plan, TensorPlan
 from .tensors import TensorInfo, apply_delta, task_vector_of
@@ -43,6 +45,7 @@ class Engine:
 
     def write_all(self, writer: CheckpointWriter) -> Iterator[str]:
         """Write every tensor of the plan, yielding each name when it is done."""
+        keep_freed_memory()
         self._gather_statistics()
         for step in self._steps:
             if step.same_as is None:
@@ -61,8 +64,10 @@ class Engine:
             for t in self.taking_part:
                 self._of_model[t] = self._method.measure(self._stream(t, self._merged))
         if "merged_model" in stats and self.taking_part:
-            partials = (p for step in self._merged for p in self._partials(step))
-            self._ctx = replace(self._ctx, elected=self._method.elect(partials))
+            self._ctx = replace(self._ctx, elected=cache(self._elect))
+
+    def _elect(self) -> Any:
+        return self._method.elect(p for step in self._merged for p in self._partials(step))
 
     def _partials(self, step: TensorPlan) -> Iterator[int]:
         stats = self._stats(step)

@@ -1,6 +1,7 @@
 """The reference runner: everything in memory, one tensor after another.
 
-Every other engine is tested against it, so it is short rather than fast.
+Every other engine is tested against it, so it is short. Elements are worked on in chunks that fit
+a cache.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .errors import IncompatibleError, MergeWarning, MethodError, NonFiniteError
+from .kernels.memory import keep_freed_memory, room_for
 from .methods.base import (
     Context,
     DeltaStream,
@@ -35,6 +39,9 @@ from .tensors import (
 )
 
 Tensors = Mapping[str, Tensor]
+
+# Elements of a flat chunk: those of all workers and what is computed from them stay in cache.
+_CHUNK = 1 << 18
 
 
 def task_vector(base: Tensors, finetuned: Tensors) -> dict[str, Tensor]:
@@ -107,51 +114,75 @@ def merge(
     for sentence in operator.check(infos, weight):
         warnings.warn(sentence, MergeWarning, stacklevel=2)
 
+    keep_freed_memory()
     taking_part = [t for t in range(len(deltas)) if weight[t] != 0]
-    weights_of = tuple(weight[t] for t in taking_part) or (0.0,)
-    ctx = Context(weights=weights_of, seed=seed, round=round)
+    ctx = Context(weights=tuple(weight[t] for t in taking_part) or (0.0,), seed=seed, round=round)
+    if not taking_part:  # one zero delta of weight 0 stands for them
+        taking_part = [0]
+        deltas = [{name: d.new_zeros(()).expand(d.shape) for name, d in deltas[0].items()}]
 
     def dtype(info: TensorInfo) -> torch.dtype:
         return compute_dtype(info.dtype, *(delta[info.name].dtype for delta in deltas))
 
-    def worker(t: int, info: TensorInfo, stats: Any = None) -> Worker:
-        mask = None if masks is None else masks[t].get(info.name)
-        return Worker(t, deltas[t][info.name].detach().to(dtype(info)), stats, mask)
+    def cut(x: Tensor, info: TensorInfo) -> tuple[Tensor, ...]:
+        whole = operator.requires.unit == "matrix" and info.spectral
+        return (x,) if whole else torch.split(x.reshape(-1), _CHUNK)
+
+    def units(
+        info: TensorInfo, models: Sequence[int], stats: Mapping[int, Any] | None = None
+    ) -> Iterator[tuple[Context, Iterator[Worker]]]:
+        stats, wide = stats or {}, dtype(info)
+        cut_deltas = [cut(deltas[t][info.name].detach(), info) for t in models]
+        keeps = [masks[t].get(info.name) if masks else None for t in models]
+        cut_keeps = [repeat(None) if keep is None else iter(cut(keep, info)) for keep in keeps]
+        offset = 0
+        for pieces in zip(*cut_deltas, strict=True):
+            kept = [next(keep) for keep in cut_keeps]
+            yield (
+                replace(ctx, offset=offset),
+                (
+                    Worker(t, piece.to(wide), stats.get(t), keep)
+                    for t, piece, keep in zip(models, pieces, kept, strict=True)
+                ),
+            )
+            offset += pieces[0].numel()
 
     def stream(t: int, chosen: Sequence[TensorInfo]) -> DeltaStream:
         def chunks() -> Iterator[tuple[TensorInfo, Tensor, Context]]:
             for info in chosen:
-                w = worker(t, info)
-                yield info, w.delta, replace(ctx, worker=t, mask=w.mask)
+                for unit, (w,) in units(info, [t]):
+                    yield info, w.delta, replace(unit, worker=t, mask=w.mask)
 
         return DeltaStream(sum(i.numel for i in chosen), chunks, compute_dtype(*map(dtype, chosen)))
 
-    def stats(t: int, info: TensorInfo) -> Any:
+    def stats(info: TensorInfo) -> Mapping[int, Any]:
         if "worker_tensor" in operator.requires.stats:
-            return operator.measure(stream(t, [info]))
-        return of_model.get(t)
+            return {t: operator.measure(stream(t, [info])) for t in taking_part}
+        return of_model
 
-    def workers(info: TensorInfo) -> Iterator[Worker]:
-        if not taking_part:
-            yield Worker(0, torch.zeros(info.shape, dtype=dtype(info)).to(base[info.name].device))
-        for t in taking_part:
-            yield worker(t, info, stats(t, info))
+    def partials() -> Iterator[int]:
+        for info in infos:
+            for unit, workers in units(info, taking_part, stats(info)):
+                yield operator.partial(
+                    [local_delta(operator, w, info, unit) for w in workers], info, unit
+                )
 
     of_model: dict[int, Any] = {}
     if "worker_model" in operator.requires.stats:
         of_model = {t: operator.measure(stream(t, infos)) for t in taking_part}
-    if "merged_model" in operator.requires.stats and taking_part:
-        partials = (
-            operator.partial([local_delta(operator, w, i, ctx) for w in workers(i)], i, ctx)
-            for i in infos
-        )
-        ctx = replace(ctx, elected=operator.elect(partials))
+    if "merged_model" in operator.requires.stats:
+        ctx = replace(ctx, elected=cache(lambda: operator.elect(partials())))
 
-    merged = {name: theta.detach().clone() for name, theta in base.items()}
+    merged = dict(base)
     for info in infos:
-        theta, tau = merged[info.name], merge_unit(operator, workers(info), info, ctx)
-        merged[info.name] = _checked(apply_delta(theta, tau, scale, theta.dtype), info.name)
-    return merged
+        theta, result = base[info.name].detach(), room_for(base[info.name])
+        for old, new, (unit, workers) in zip(
+            cut(theta, info), cut(result, info), units(info, taking_part, stats(info)), strict=True
+        ):
+            tau = merge_unit(operator, workers, info, unit)
+            new.copy_(apply_delta(old, tau, scale, theta.dtype))
+        merged[info.name] = _checked(result, info.name)
+    return {k: v.detach().clone() if v is base[k] else v for k, v in merged.items()}
 
 
 def _describe(base: Tensors, deltas: Sequence[Tensors], exclude: Sequence[str]) -> list[TensorInfo]:
@@ -194,6 +225,8 @@ def _check_masks(masks: Sequence[Tensors] | None, deltas: Sequence[Tensors]) -> 
 
 
 def _checked(x: Tensor, what: str) -> Tensor:
+    if all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(x)):
+        return x
     bad = x.numel() - int(torch.isfinite(x).sum())
     if bad:
         raise NonFiniteError(f"{bad} of {x.numel()} values of {what} are NaN or infinite")

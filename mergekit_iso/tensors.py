@@ -145,4 +145,5 @@ def apply_delta(
     """
     update = merged if scale == 1.0 else merged * scale
     wide = base.to(update.dtype)
-    return torch.where(update == 0, wide, wide + update).to(dtype)
+    # 0 − update is never a negative zero, so subtracting it changes no zero's sign.
+    return (wide - (0.0 - update)).to(dtype)

@@ -175,7 +175,7 @@ def _check_chunks(operator: MergeMethod) -> None:
         info, deltas = _unit(name)
         if info.spectral and operator.requires.unit == "matrix":
             continue
-        ctx = Context(weights=(1.0, 0.5, 2.0), elected=1)
+        ctx = Context(weights=(1.0, 0.5, 2.0), elected=lambda: 1)
         whole = merge_unit(operator, (Worker(t, d) for t, d in enumerate(deltas)), info, ctx)
         flat = [d.reshape(-1) for d in deltas]
         pieces = []

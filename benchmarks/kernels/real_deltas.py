@@ -43,7 +43,8 @@ class Run:
     @property
     def file_name(self) -> str:
         """The file that holds this run's deltas; a run is named by what shapes it."""
-        return f"real-{self.hidden}x{self.layers}-{self.warmup}+{self.steps}-seed{self.seed}.safetensors"
+        steps = f"{self.warmup}+{self.steps}"
+        return f"real-{self.hidden}x{self.layers}-{steps}-seed{self.seed}.safetensors"
 
 
 SMOKE = Run(hidden=64, layers=1, ffn=160, heads=4, context=32, warmup=6, workers=2, steps=3)
@@ -143,9 +144,12 @@ def main(out: Path, smoke: bool) -> None:
     run = SMOKE if smoke else Run()
     click.echo(f"{asdict(run)}")
     start = process_time()
-    deltas = real_deltas(run, out)
-    click.echo(f"{process_time() - start:.0f} s of process time, {out / run.file_name}")
-    click.echo(f"{'matrix':<44}{'shape':>12}{'condition':>11}{'s1/norm':>9}{'rms/mean':>10}{'<1e-3':>7}")
+    folder = out / "cache"
+    deltas = real_deltas(run, folder)
+    click.echo(f"{process_time() - start:.0f} s of process time, {folder / run.file_name}")
+    click.echo(
+        f"{'matrix':<44}{'shape':>12}{'condition':>11}{'s1/norm':>9}{'rms/mean':>10}{'<1e-3':>7}"
+    )
     for name, A in deltas.items():
         d = describe(A)
         click.echo(

@@ -89,6 +89,11 @@ def check_output(out: str | os.PathLike[str], inputs: Mapping[str, Path], *, for
             hint="choose a folder inside it",
         )
     with os_errors(path, "read"):
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise OutputError(
+                f"{out} is neither a file nor a folder, and is never replaced",
+                hint="choose another name",
+            )
         if not force:
             _refuse_existing(path, out)
     return path

@@ -108,7 +108,7 @@ def halley_mixed(X: Tensor) -> tuple[Tensor, Tensor]:
     pivots, failed = torch.linalg.cholesky_ex(R)
     if bool((failed > 0).any() or (pivots.diagonal(dim1=-2, dim2=-1) < REACH).any()):
         # No pivot is below the smallest singular value: a direction is null, and all else wasted.
-        return X, torch.full(X.shape[:-2], torch.inf)
+        return X, X.new_full(X.shape[:-2], torch.inf)
     first = weights(REACH)
     X = one_leg(wide / size.sqrt(), R, [first]).to(X.dtype)
     for leg in legs(first.lower, 1e-3):

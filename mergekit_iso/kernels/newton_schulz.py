@@ -64,10 +64,7 @@ def newton_schulz(
     A is first divided by norm_safety·‖A‖_F + norm_eps, so that σ ≤ 1; zero stays zero. Half
     precision is upcast to float32, in which the result then is.
     """
-    X, largest = normalised(upcast(A))
-    frobenius = X.double().square().sum(dim=(-2, -1), keepdim=True).sqrt()
-    norm = frobenius * norm_safety + norm_eps / largest.double()
-    X = X / torch.where(norm == 0, 1.0, norm).to(X.dtype)
+    X = to_unit_norm(A, norm_safety=norm_safety, norm_eps=norm_eps)
 
     def iterate(X: Tensor) -> Tensor:
         for a, b, c in coefficients:
@@ -75,6 +72,14 @@ def newton_schulz(
         return X
 
     return wide(X, iterate)
+
+
+def to_unit_norm(A: Tensor, *, norm_safety: float = 1.0, norm_eps: float = 0.0) -> Tensor:
+    """Return A / (norm_safety·‖A‖_F + norm_eps) of A (…, m, n), upcast; zero stays zero."""
+    X, largest = normalised(upcast(A))
+    frobenius = X.double().square().sum(dim=(-2, -1), keepdim=True).sqrt()
+    norm = frobenius * norm_safety + norm_eps / largest.double()
+    return X / torch.where(norm == 0, 1.0, norm).to(X.dtype)
 
 
 def newton_schulz_step(X: Tensor, triple: Triple) -> Tensor:

@@ -102,10 +102,10 @@ def positive_inverse(A: Tensor) -> Tensor:
     h = r // 2
     upper = positive_inverse(A[:h, :h])
     W = A[h:, :h] @ upper
-    lower = positive_inverse(A[h:, h:] - W @ A[h:, :h].T)
+    lower = positive_inverse(A[h:, h:] - _symmetric(W, A[h:, :h].T))
     corner = lower @ W
     inverse = torch.empty_like(A)
-    inverse[:h, :h] = upper + W.T @ corner
+    inverse[:h, :h] = upper + _symmetric(W.T, corner)
     inverse[h:, :h] = -corner
     inverse[:h, h:] = -corner.T
     inverse[h:, h:] = lower

@@ -71,6 +71,10 @@ class Requires:
     random: bool = False
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What an operator may know besides the tensors.
@@ -79,6 +83,8 @@ class Context:
     ``mask`` concern the one worker whose delta ``local`` was given: its number among all
     workers, what ``measure`` returned for it, and an explicit keep mask (bool, the chunk's
     shape). ``offset`` is the flat index, in the unsharded tensor, of the chunk's first element.
+    ``elected()`` returns the merged model's statistic. Engines may gather it, by a pass over
+    all deltas, when it is first asked for: ask only where it makes a difference.
     """
 
     weights: tuple[float, ...] = (1.0,)
@@ -88,7 +94,7 @@ class Context:
     offset: int = 0
     stats: Any = None
     mask: Tensor | None = None
-    elected: Any = None
+    elected: Callable[[], Any] = _nothing
 
     @property
     def weight_sum(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..kernels.random import keep_mask
+from ..kernels import random
 from ..kernels.sparsify import Threshold
 from ..tensors import TensorInfo
 from .base import Context, DeltaStream, MergeMethod, Requires
@@ -79,17 +79,15 @@ def drop(
     by (seed, round, worker, tensor name, index in the unsharded tensor).
     """
     if ctx.mask is not None:
-        keep = ctx.mask
+        kept = torch.where(ctx.mask.view(delta.shape), delta, 0.0)
     else:
-        keep = keep_mask(
-            delta.numel(),
+        kept = random.drop(
+            delta,
             drop_rate,
             seed=ctx.seed,
             round=ctx.round,
             worker=ctx.worker,
             name=info.name,
             offset=ctx.offset,
-            device=delta.device,
         )
-    kept = torch.where(keep.view(delta.shape), delta, 0.0)
-    return kept / (1 - drop_rate) if rescale and drop_rate < 1 else kept
+    return kept.div_(1 - drop_rate) if rescale and drop_rate < 1 else kept

@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import MethodError
+from ..kernels import compiled
 from ..kernels.signs import disjoint_merge, vote
 from ..kernels.sparsify import Threshold, kth_magnitude, largest_threshold, trim
 from ..tensors import TensorInfo
@@ -22,7 +23,7 @@ from .registry import register
     "ties",
     paper="arXiv:2306.01708",
     formula="γ = sign Σ wₜ trim(Δₜ);  τ = mean of the trimmed wₜ Δₜ whose sign is γ",
-    cost="three more passes over each model for its threshold, one for the election",
+    cost="two more passes over each model for its threshold, one if votes cancel",
 )
 @dataclass(frozen=True, kw_only=True)
 class TIES(MergeMethod):
@@ -77,7 +78,8 @@ class TIES(MergeMethod):
 
     def partial(self, deltas: Sequence[Tensor], info: TensorInfo, ctx: Context) -> int:
         """Return the net vote of a unit: entries elected + less those elected −."""
-        return int(vote(_weighted(deltas, ctx), by=self.sign).sum(dtype=torch.float64))
+        votes = vote(_weighted(deltas, ctx), by=self.sign)
+        return int(votes.sign_().sum(dtype=torch.float64))
 
     def elect(self, partials: Iterable[int]) -> int:
         """Return the majority sign of the merged model, for entries whose own vote is a tie."""
@@ -87,10 +89,16 @@ class TIES(MergeMethod):
     def combine(self, deltas: Sequence[Tensor], info: TensorInfo, ctx: Context) -> Tensor:
         """Elect and merge disjointly; a tie takes the majority, within a tensor +."""
         weighted = _weighted(deltas, ctx)
-        gamma = vote(weighted, by=self.sign)
-        tie_is_positive = self.scope == "tensor" or ctx.elected == 1
-        positive = (gamma > 0) | ((gamma == 0) & tie_is_positive)
-        merged, share = disjoint_merge(weighted, ctx.weights, positive, aggregate=self.aggregate)
+        default = (self.sign, self.aggregate) == ("total", "mean") and min(ctx.weights) > 0
+        if default and compiled.worthwhile(deltas[0]):
+            merged = torch.empty_like(deltas[0], memory_format=torch.contiguous_format)
+            cancelled = compiled.elect_and_merge(weighted, ctx.weights, merged)
+            if self.scope == "tensor" or not cancelled:
+                return merged
+        votes = vote(weighted, by=self.sign)
+        merged, share = disjoint_merge(weighted, ctx.weights, votes, aggregate=self.aggregate)
+        if self.scope == "model":
+            self._settle_ties(merged, share, weighted, votes, ctx)
         if self.aggregate == "mean" and min(ctx.weights) < 0:
             short = (share <= 0) & (merged != 0)
             if bool(short.any()):
@@ -100,6 +108,30 @@ class TIES(MergeMethod):
                     hint="give positive weights, or aggregate=sum",
                 )
         return merged
+
+    def _settle_ties(
+        self,
+        merged: Tensor,
+        share: Tensor,
+        weighted: Sequence[Tensor],
+        votes: Tensor,
+        ctx: Context,
+    ) -> None:
+        """Redo the entries whose votes cancel, unless the majority is + as they took it."""
+        if min(ctx.weights) > 0:
+            # They are positive, so their sum shows without a mask whether there are any.
+            tied = torch.eq(votes, 0, out=torch.empty_like(votes))
+            if float(torch.dot(tied.reshape(-1), merged.reshape(-1))) == 0:
+                return
+        cancelled = (votes == 0) & (merged != 0)
+        if not bool(cancelled.any()) or ctx.elected() == 1:
+            return
+        merged[cancelled], share[cancelled] = disjoint_merge(
+            [d[cancelled] for d in weighted],
+            ctx.weights,
+            votes[cancelled] - 1,
+            aggregate=self.aggregate,
+        )
 
 
 @dataclass(frozen=True)

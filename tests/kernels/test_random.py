@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mergekit_iso.kernels.random import keep_mask
+from mergekit_iso.kernels.random import drop, keep_mask
 
 KEY: dict[str, Any] = {"seed": 0, "round": 0, "worker": 0, "name": "model.layers.0.weight"}
 OTHER_KEYS: list[dict[str, Any]] = [
@@ -138,3 +138,71 @@ def test_the_global_generator_is_not_touched() -> None:
     state = torch.get_rng_state()
     keep_mask(1000, 0.5, **KEY)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+NEIGHBOURS: list[dict[str, Any]] = [
+    {"seed": seed, "round": round, "worker": worker, "name": f"model.layers.{layer}.weight"}
+    for seed in (0, 1)
+    for round in (0, 1, 2)
+    for worker in (0, 1, 2)
+    for layer in (0, 1, 2)
+]
+
+
+def is_standard_normal(z: Tensor) -> bool:
+    """Whether independent scores have mean 0 and variance 1, within 4.5 standard errors."""
+    n = len(z)
+    return abs(float(z.mean())) < 4.5 / sqrt(n) and (
+        abs(float(z.square().mean()) - 1) < 4.5 * sqrt(2 / n)
+    )
+
+
+@pytest.mark.parametrize("drop_rate", [0.1, 0.5, 0.9])
+def test_rates_scatter_over_keys_as_independent_draws_do(drop_rate: float) -> None:
+    numel = 1 << 16
+    kept = torch.stack([bits(key, numel, drop_rate).double().mean() for key in NEIGHBOURS])
+    z = (kept - (1 - drop_rate)) / sqrt(drop_rate * (1 - drop_rate) / numel)
+    assert is_standard_normal(z)
+    assert float(z.abs().max()) < 4.5
+
+
+def test_correlations_of_neighbouring_keys_scatter_as_independent_draws_do() -> None:
+    signs = torch.stack([bits(key, 1 << 15).double() * 2 - 1 for key in NEIGHBOURS])
+    z = (signs @ signs.mT / sqrt(signs.shape[1]))[*torch.triu_indices(*signs.shape[:1] * 2, 1)]
+    assert is_standard_normal(z)
+    assert float(z.abs().max()) < 5.5
+
+
+def test_correlations_at_every_lag_scatter_as_independent_draws_do() -> None:
+    signs = bits(KEY, 1 << 18).double() * 2 - 1
+    at_lag = torch.fft.irfft(torch.fft.rfft(signs).abs().square())[1 : len(signs) // 2]
+    z = at_lag / sqrt(len(signs))
+    assert is_standard_normal(z)
+    assert float(z.abs().max()) < 6
+
+
+def test_kept_runs_have_geometric_lengths() -> None:
+    drop_rate = 0.3
+    kept = bits(KEY, 1 << 20, drop_rate).numpy()
+    ends = np.flatnonzero(~kept)
+    runs = np.diff(ends) - 1
+    counts = np.bincount(np.minimum(runs, 12), minlength=13)
+    expected = len(runs) * drop_rate * (1 - drop_rate) ** np.arange(13)
+    expected[12] /= drop_rate
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - 12) < 4.5 * sqrt(2 * 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0, 2**32 - 50])
+def test_dropping_is_selecting_by_the_mask(dtype: torch.dtype, offset: int) -> None:
+    x = torch.linspace(-1, 1, 300_000, dtype=dtype).view(3, -1)
+    x[0, 0] = -0.0
+    for drop_rate in (0.0, 0.1, 0.9, 1.0):
+        got = drop(x, drop_rate, **KEY, offset=offset)
+        mask = keep_mask(x.numel(), drop_rate, **KEY, offset=offset).view(x.shape)
+        expected = torch.where(mask, x, 0.0)
+        assert torch.equal(got, expected)
+        assert torch.equal(got.signbit(), expected.signbit())
+    assert float(x[0, 1]) < 0
+    assert bool(x[0, 0].signbit())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
+from mergekit_iso.kernels import sparsify
 from mergekit_iso.kernels.sparsify import Threshold, kth_magnitude, largest_threshold, trim
+from tests.kernels.matrices import gaussian
 
 DTYPES = {32: torch.float32, 64: torch.float64}
 
@@ -114,3 +118,96 @@ def test_more_entries_than_two_to_the_24() -> None:
     x = (torch.arange(n, dtype=torch.int32) * 7919 % n).float() - 2**23
     threshold = largest_threshold(x.split(2**22), n // 5, n)
     assert int(trim(x, threshold).count_nonzero()) == n // 5
+
+
+class Counted:
+    """Chunks that count how often they are iterated."""
+
+    def __init__(self, x: Tensor, size: int = 1 << 18) -> None:
+        self.pieces = torch.split(x, size)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.passes += 1
+        return iter(self.pieces)
+
+
+MILLION = 1_000_003
+
+
+def many(kind: str) -> Tensor:
+    """Return more entries than a first sample holds, in an order that suits it or does not."""
+    x = gaussian(MILLION, dtype=torch.float32)
+    if kind == "bfloat16":
+        return x.bfloat16()
+    if kind == "float64":
+        return gaussian(MILLION)
+    if kind == "mostly zero":
+        return torch.where(torch.arange(MILLION) % 5 == 0, x, 0.0)
+    if kind == "constant":
+        return torch.full_like(x, -3.0)
+    if kind == "sorted":
+        return x.sort().values
+    if kind == "scales":
+        return x * 2.0 ** (torch.arange(MILLION) // 50_000 - 10)
+    if kind == "unlike its sample":
+        return torch.where(torch.arange(MILLION) % 9 == 0, x * 1e-6, x)
+    if kind == "sample of one value":
+        return torch.where(torch.arange(MILLION) % 9 == 0, 100.0, x)
+    return x
+
+
+KINDS = ["gaussian", "bfloat16", "float64", "mostly zero", "constant", "sorted", "scales"]
+HOSTILE = ["unlike its sample", "sample of one value"]
+
+
+@pytest.mark.parametrize("kind", KINDS + HOSTILE)
+def test_kth_magnitude_of_many_entries(kind: str) -> None:
+    x = many(kind)
+    dtype = torch.float64 if kind == "float64" else torch.float32
+    ordered = np.sort(np.abs(x.to(dtype).numpy()))
+    for k in (1, 2, MILLION // 10, MILLION // 2, MILLION - MILLION // 5, MILLION - 1, MILLION):
+        chunks = Counted(x)
+        assert kth_magnitude(chunks, k, dtype=dtype) == ordered[k - 1]
+        assert chunks.passes <= (2 if kind in KINDS else 6)
+
+
+@pytest.mark.parametrize("kind", KINDS + HOSTILE)
+def test_the_largest_of_many_entries(kind: str) -> None:
+    x = many(kind)
+    x = x if kind == "float64" else x.float()
+    keep = MILLION // 5
+    threshold = largest_threshold(Counted(x, 100_000), keep, MILLION, dtype=x.dtype)
+    kept = trim(x, threshold)
+    magnitude = x.abs()
+    assert torch.equal(kept[kept != 0], x[kept != 0])
+    if threshold.value > 0:
+        assert int(kept.count_nonzero()) == keep
+    assert float(magnitude[kept == 0].max()) <= threshold.value
+    if threshold.last_tied is not None:
+        tied = (magnitude == threshold.value).nonzero().reshape(-1)
+        expected = keep - int((magnitude > threshold.value).sum())
+        assert int((tied <= threshold.last_tied).sum()) == expected
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "sorted", "bfloat16", *HOSTILE])
+def test_more_entries_in_question_than_can_be_held(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparsify, "_SAMPLED", 200)
+    monkeypatch.setattr(sparsify, "_HELD", 1000)
+    x = many(kind)
+    ordered = np.sort(np.abs(x.float().numpy()))
+    for k in (1, MILLION // 2, MILLION - MILLION // 5, MILLION):
+        assert kth_magnitude(Counted(x), k) == ordered[k - 1]
+
+
+def test_the_two_ways_to_look_within_two_values_agree() -> None:
+    x = gaussian(100_000, dtype=torch.float32)
+    left, right = float(x[0].abs()), float(x[0].abs()) * 1.25
+    within = sparsify._Within(left, right, x.dtype)
+    below, inside = within.elsewhere(x)
+    assert below == int((x.abs() < left).sum())
+    assert inside.min() == np.float32(left)
+    same_below, same_inside = within.on_cpu(x)
+    assert (same_below, same_inside.tolist()) == (below, inside.tolist())

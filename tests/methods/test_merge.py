@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from mergekit_iso import merge, task_vector
 from mergekit_iso.errors import IncompatibleError, MethodError, NonFiniteError
 from mergekit_iso.methods import list_methods
+from mergekit_iso.testing import random_models
 from tests.kernels.matrices import gaussian
 from tests.methods.models import B, W, deltas_of
 
@@ -208,3 +210,20 @@ def test_other_methods_know_no_exclusion(name: str) -> None:
     assert torch.equal(
         merge(base, deltas, name, exclude=[W])[W], merge(base, deltas, name, exclude=[])[W]
     )
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@each_name
+def test_results_do_not_depend_on_chunks(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, deltas = random_models()
+    masks = [{W: gaussian(6, 8, seed=t) > 0} for t in range(3)]
+    for t, model in enumerate((base, *deltas)):
+        model[W] = gaussian(6, 8, seed=20 + t, dtype=torch.float32).mT.contiguous().mT
+    arguments = {"weights": [0.5, 2.0, 1.0], "masks": masks, "scale": 0.3}
+    options = {"min_rank": 1} if name == "tsv" else {}
+    expected = merge(base, deltas, name, **arguments, **options)
+    monkeypatch.setattr(import_module("mergekit_iso.merge"), "_CHUNK", size)
+    got = merge(base, deltas, name, **arguments, **options)
+    assert all(torch.equal(got[k], expected[k]) for k in base)

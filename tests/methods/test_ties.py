@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from mergekit_iso import merge
 from mergekit_iso.errors import MethodError
+from mergekit_iso.methods import TIES
+from mergekit_iso.methods.base import Context
+from mergekit_iso.tensors import TensorInfo
 from tests.kernels.matrices import gaussian
 from tests.methods.models import B, W, deltas_of, merged, merged_weight
 
@@ -196,3 +200,16 @@ def test_mixed_dtypes_share_one_threshold() -> None:
     got = merged(delta, "ties", density=0.25)
     assert got[W].tolist() == [0, 3]
     assert got[B].tolist() == [0, float(delta[0][B][1])]
+
+
+class NoElection(TIES):
+    def partial(self, deltas: Sequence[Tensor], info: TensorInfo, ctx: Context) -> int:
+        raise AssertionError("the whole model was asked for its majority")
+
+
+def test_the_model_s_majority_is_gathered_only_where_votes_cancel() -> None:
+    deltas = deltas_of(3, 6, 8)
+    assert torch.equal(merged_weight(deltas, NoElection()), merged_weight(deltas, "ties"))
+    deltas[1][W] = -deltas[0][W]
+    with pytest.raises(AssertionError, match="majority"):
+        merged_weight(deltas[:2], NoElection())
