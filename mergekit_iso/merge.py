@@ -33,6 +33,7 @@ from .tensors import (
     DEFAULT_EXCLUDE,
     TensorInfo,
     apply_delta,
+    as_patterns,
     compute_dtype,
     describe,
     task_vector_of,
@@ -105,11 +106,10 @@ def merge(
         NonFiniteError: a NaN or infinity in an input, or in the result (overflow).
     """
     operator = resolve_method(method, options)
-    if not deltas:
-        raise MethodError("there is nothing to merge: no delta was given")
+    _check_types(base, deltas, seed, round)
     scale = finite_number("the scale", scale)
     weight = resolve_weights(weights, len(deltas))
-    infos = _describe(base, deltas, exclude)
+    infos = _describe(base, deltas, as_patterns("exclude", exclude))
     _check_masks(masks, deltas)
     for sentence in operator.check(infos, weight):
         warnings.warn(sentence, MergeWarning, stacklevel=2)
@@ -185,6 +185,30 @@ def merge(
     return {k: v.detach().clone() if v is base[k] else v for k, v in merged.items()}
 
 
+def _check_types(base: Any, deltas: Any, seed: Any, round: Any) -> None:
+    if isinstance(deltas, Mapping) or not isinstance(deltas, Sequence):
+        raise MethodError(
+            f"the deltas must be a list of mappings, not {type(deltas).__name__}",
+            hint="put a single task vector into a list",
+        )
+    if not deltas:
+        raise MethodError("there is nothing to merge: no delta was given")
+    for what, tensors in (("the base", base), *((f"delta {t}", d) for t, d in enumerate(deltas))):
+        if not isinstance(tensors, Mapping):
+            raise MethodError(
+                f"{what} must map names to tensors, and is a {type(tensors).__name__}",
+                hint="of a module take module.state_dict()",
+            )
+        for name, x in tensors.items():
+            if not isinstance(name, str) or not isinstance(x, Tensor):
+                raise MethodError(f"{what} maps {name!r} to a {type(x).__name__}, not a tensor")
+            if x.layout != torch.strided or x.is_meta or x.is_quantized:
+                raise MethodError(f"{name} of {what} has no plain values: {x.layout}, {x.device}")
+    for option, value in (("seed", seed), ("round", round)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise MethodError(f"the {option} cannot be {value!r}: give a whole number")
+
+
 def _describe(base: Tensors, deltas: Sequence[Tensors], exclude: Sequence[str]) -> list[TensorInfo]:
     names = deltas[0].keys()
     for t, delta in enumerate(deltas):
@@ -204,6 +228,9 @@ def _describe(base: Tensors, deltas: Sequence[Tensors], exclude: Sequence[str]) 
         info = describe(name, base[name].shape, base[name].dtype, exclude)
         if name in names and info.role != "buffer" and info.numel:
             infos.append(info)
+            for t, delta in enumerate(deltas):
+                if not delta[name].is_floating_point():
+                    raise IncompatibleError(f"{name} of delta {t} is {delta[name].dtype}")
             _checked(base[name], f"{name} of the base")
             for t, delta in enumerate(deltas):
                 _checked(delta[name], f"{name} of delta {t}")
@@ -217,7 +244,9 @@ def _check_masks(masks: Sequence[Tensors] | None, deltas: Sequence[Tensors]) -> 
         raise MethodError(f"{len(masks)} sets of masks were given for {len(deltas)} deltas")
     for t, (keep, delta) in enumerate(zip(masks, deltas, strict=True)):
         for name, mask in keep.items():
-            if mask.dtype != torch.bool or (name in delta and mask.shape != delta[name].shape):
+            if name not in delta:
+                raise MethodError(f"there is a mask of {name}, which delta {t} has not")
+            if mask.dtype != torch.bool or mask.shape != delta[name].shape:
                 raise MethodError(
                     f"the mask of {name} of delta {t} must be bool of the delta's shape, "
                     f"not {mask.dtype} {tuple(mask.shape)}"

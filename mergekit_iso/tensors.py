@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+
+from .errors import MethodError
 
 Role = Literal["matrix", "vector", "embedding", "head", "experts", "fused", "buffer"]
 
@@ -123,6 +125,25 @@ def _matches(pattern: str, name: str, role: Role) -> bool:
     if pattern.startswith("role:"):
         return pattern.removeprefix("role:") == role
     return matches(pattern, name)
+
+
+def as_patterns(option: str, patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """Return an option's patterns as a tuple; one pattern may stand alone.
+
+    Raises MethodError for an empty pattern, which every name would contain, and a role that
+    does not exist.
+    """
+    found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in found:
+        if not isinstance(pattern, str) or not pattern:
+            raise MethodError(f"{option} cannot be {pattern!r}: give a part of a name, or a glob")
+        role = pattern.removeprefix("role:")
+        if role != pattern and role not in get_args(Role):
+            raise MethodError(
+                f"{option} cannot be {pattern!r}: there is no such role",
+                hint=f"the roles are {', '.join(get_args(Role))}",
+            )
+    return found
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -17,6 +17,7 @@ Deltas are always θ_t − θ_base. Tensors handed in are never modified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Real
@@ -273,6 +274,8 @@ def resolve_weights(
 
 def finite_number(what: str, value: Any) -> float:
     """Return ``value`` as a float, or raise MethodError unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
-        raise MethodError(f"{what} cannot be {value!r}: give a finite number")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, Real):
+        with suppress(OverflowError):  # an integer beyond all floats
+            if isfinite(number := float(value)):
+                return number
+    raise MethodError(f"{what} cannot be {value!r}: give a finite number")

@@ -227,3 +227,40 @@ def test_results_do_not_depend_on_chunks(
     monkeypatch.setattr(import_module("mergekit_iso.merge"), "_CHUNK", size)
     got = merge(base, deltas, name, **arguments, **options)
     assert all(torch.equal(got[k], expected[k]) for k in base)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"deltas": {"a": torch.ones(2)}}, "list of mappings"),
+        ({"deltas": [torch.nn.Linear(2, 2)]}, "map names to tensors"),
+        ({"deltas": [{"a": [1.0, 2.0]}]}, "to a list, not a tensor"),
+        ({"deltas": [{"a": torch.ones(2, device="meta")}]}, "no plain values"),
+        ({"masks": [{"b": torch.ones(2, dtype=torch.bool)}]}, "mask of b"),
+        ({"seed": 1.5}, "seed"),
+        ({"round": None}, "round"),
+        ({"exclude": ["role:x"]}, "no such role"),
+        ({"exclude": ""}, "exclude"),
+        ({"scale": 10**400}, "scale"),
+    ],
+    ids=str,
+)
+def test_what_is_no_input_is_refused_in_a_sentence(arguments: dict, message: str) -> None:
+    keywords = {"base": {"a": torch.ones(2)}, "deltas": [{"a": torch.ones(2)}]} | arguments
+    with pytest.raises(MethodError, match=message) as raised:
+        merge(method="average", **keywords)
+    assert "\n" not in str(raised.value)
+
+
+def test_deltas_that_are_not_floating_are_refused() -> None:
+    for delta in (torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises(IncompatibleError, match=str(delta.dtype)):
+            merge({"a": torch.ones(2)}, [{"a": delta}], "average")
+
+
+def test_one_pattern_may_stand_alone() -> None:
+    base = {"w.weight": torch.zeros(3, 4)}
+    deltas = [{"w.weight": torch.randn(3, 4)} for _ in range(2)]
+    alone, listed = (merge(base, deltas, "iso_c", exclude=e) for e in ("w.w", ["w.w"]))
+    assert torch.equal(alone["w.weight"], listed["w.weight"])
+    assert torch.equal(alone["w.weight"], merge(base, deltas, "average")["w.weight"])
