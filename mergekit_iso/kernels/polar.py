@@ -29,7 +29,7 @@ from .newton_schulz import (
     wide,
 )
 from .products import commuting_product, gram, quick_float32_products
-from .spectrum import normalised, null_rtol, svd
+from .spectrum import SVD, low_rank_svd, normalised, null_rtol, polar_by_gram, svd
 
 _MOST_POLISH_STEPS = 12
 # Below these sizes LAPACK's SVD is the quickest (measured in docs/explanation/polar-factor.md).
@@ -73,11 +73,12 @@ class PolarPolicy(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(PolarPolicy):
-    """By SVD, with null directions dropped: the semantic reference.
+    """As by SVD, with null directions dropped: the semantic reference.
 
-    Large float32 matrices are first tried by Halley steps of which the first is in float64: as
-    accurate as a float32 SVD on every spectrum, more so on ill-conditioned ones, and quicker.
-    Where a direction is null, or was left short of 1, the SVD decides what is dropped.
+    What is quickest at a float32 SVD's accuracy: a small SVD where the rank is low, the float64
+    eigenvectors of the Gram matrix where one side is twice the other, and for large squares
+    Halley steps of which the first is in float64. Where those leave a direction short of 1, and
+    for everything else, the SVD itself.
     """
 
     name: ClassVar[str] = "exact"
@@ -88,16 +89,18 @@ class Exact(PolarPolicy):
 
     def decompose(self, A: Tensor) -> PolarResult:
         """Return U Vᵀ without null directions, and the mean singular value; residual 0."""
-        if min(A.shape[-2:]) >= _SMALLEST_MIXED and A.dtype == torch.float32 and not self.null_rtol:
-            P = _by_halley(A, halley_mixed, _CONVERGED)
-            if P is not None:
-                return _result(P, A, torch.zeros(A.shape[:-2]).to(A))
-        U, sigma, Vh = svd(A)
         rtol = null_rtol(A.dtype) if self.null_rtol is None else self.null_rtol
-        kept = sigma > rtol * sigma[..., :1]
-        factor = (U * kept[..., None, :]) @ Vh
-        scale = (sigma * kept).double().mean(-1).to(A.dtype)
-        return PolarResult(factor, scale, torch.zeros_like(scale))
+        if (low_rank := _by_low_rank(A, rtol)) is not None:
+            return low_rank
+        if A.dtype == torch.float32:
+            short, long = sorted(A.shape[-2:])
+            if long >= 2 * short and rtol >= null_rtol(A.dtype):
+                return _by_gram(A, rtol)
+            if short >= _SMALLEST_MIXED and self.null_rtol is None:
+                quick = _by_halley(A, halley_mixed, _CONVERGED)
+                if quick is not None:
+                    return _result(quick, A, torch.zeros(A.shape[:-2]).to(A))
+        return _of_svd(svd(A), A, rtol)
 
 
 def _triples(value: Any) -> Any:
@@ -199,8 +202,8 @@ class Fast(PolarPolicy):
 
     On a CPU Halley steps from 512 rows and columns on, below that the SVD; elsewhere
     Newton–Schulz. What is measured is the deviation from orthogonality ‖P Pᵀ − I‖_F / √r, which
-    unconverged and null directions raise alike; where it stays above the tolerance the matrix
-    is decomposed exactly, in float64, and the residual is 0.
+    unconverged and null directions raise alike; where it stays above the tolerance the float64
+    eigenvectors of the Gram matrix decide, and the residual is 0.
     """
 
     name: ClassVar[str] = "fast"
@@ -213,12 +216,12 @@ class Fast(PolarPolicy):
         small = min(A.shape[-2:]) < _SMALLEST_HALLEY
         if A.device.type == "cpu" and (small or A.dtype == torch.float64):
             return Exact().decompose(A)
+        if (low_rank := _by_low_rank(A, null_rtol(A.dtype))) is not None:
+            return low_rank
         P = self._quick(A)
         if P is not None:
             return _result(P, A, _residual(P))
-        # What float32 cannot tell from zero is null, also to the float64 decomposition.
-        exact = Exact(null_rtol=null_rtol(A.dtype)).decompose(A.double())
-        return PolarResult(*(part.to(A.dtype) for part in exact))
+        return _by_gram(A, null_rtol(A.dtype))
 
     def _quick(self, A: Tensor) -> Tensor | None:
         if A.device.type != "cpu":
@@ -329,6 +332,25 @@ def _by_halley(
     if not bool((left <= most).all()):
         return None
     return X.mT if A.shape[-2] > A.shape[-1] else X
+
+
+def _by_low_rank(A: Tensor, rtol: float) -> PolarResult | None:
+    found = low_rank_svd(A) if A.dim() == 2 else None
+    return None if found is None else _of_svd(found, A, rtol)
+
+
+def _by_gram(A: Tensor, rtol: float) -> PolarResult:
+    P, sigma = polar_by_gram(A, rtol)
+    scale = sigma.double().mean(-1).to(A.dtype)
+    return PolarResult(P, scale, torch.zeros_like(scale))
+
+
+def _of_svd(decomposition: SVD, A: Tensor, rtol: float) -> PolarResult:
+    U, sigma, Vh = decomposition
+    kept = sigma > rtol * sigma[..., :1]
+    factor = (U * kept[..., None, :]) @ Vh
+    scale = ((sigma * kept).double().sum(-1) / min(A.shape[-2:])).to(A.dtype)
+    return PolarResult(factor, scale, torch.zeros_like(scale))
 
 
 def _result(P: Tensor, A: Tensor, residual: Tensor) -> PolarResult:

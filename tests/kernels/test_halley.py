@@ -14,6 +14,7 @@ from mergekit_iso.kernels.products import (
     positive_inverse,
     quick_float32_products,
 )
+from mergekit_iso.kernels.spectrum import low_rank_svd, polar_by_gram
 from tests.kernels.matrices import exact_polar, gaussian, power_law, relative, with_spectrum
 
 SPECTRA = ["gaussian", "power law 1e3", "power law 1e5", "low rank and noise"]
@@ -159,3 +160,40 @@ def test_quick_products_are_float32_accurate_and_restored() -> None:
     with quick_float32_products(), quick_float32_products():
         assert relative(A @ A, A.double() @ A.double()) < 2e-6
     assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("polar", [Exact(), Fast()], ids=repr)
+@pytest.mark.parametrize("shape", [(520, 900), (900, 520), (600, 600)], ids=str)
+def test_low_rank_deltas_are_exact(polar: PolarPolicy, shape: tuple[int, int]) -> None:
+    sigma = torch.logspace(0, -3, 24, dtype=torch.float64)
+    A = with_spectrum(sigma, *shape).float()
+    factor, scale, residual = decompose(A, polar)
+    assert relative(factor, exact_polar(A, 24)) < 1e-4
+    assert float(scale) == pytest.approx(float(sigma.sum()) / min(shape), rel=1e-5)
+    assert float(residual) == 0
+
+
+def test_a_low_rank_is_taken_only_where_what_is_missed_is_null() -> None:
+    head = with_spectrum(torch.ones(24, dtype=torch.float64), 600, 640)
+    below, above = (head + with_spectrum(torch.full((600,), s), 600, 640, 7) for s in (1e-9, 1e-5))
+    assert low_rank_svd(below.float()) is not None
+    assert low_rank_svd(above.float()) is None
+    assert low_rank_svd(gaussian(600, 640, dtype=torch.float32)) is None
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("shape", [(64, 200), (200, 64), (130, 700)], ids=str)
+def test_wide_matrices_are_exact_to_float64(spectrum: str, shape: tuple[int, int]) -> None:
+    A, expected = matrix(spectrum, *shape)
+    assert iso_error(A, expected, Exact()) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [0, 1, 40])
+def test_the_gram_matrix_shows_null_directions(rank: int) -> None:
+    A = with_spectrum(torch.ones(rank, dtype=torch.float64), 60, 200).float()
+    factor, sigma = polar_by_gram(A, 2e-6)
+    assert int((sigma > 0).sum()) == rank
+    if rank:
+        assert relative(factor, exact_polar(A, rank)) < 1e-5
+    else:
+        assert not factor.any()
