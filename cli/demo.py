@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .options import output_options
+from .options import complete_paths, output_folder, output_options
 from .output import Output, format_seconds, table
+from .signals import unwinding
 
 if TYPE_CHECKING:
     from ..demo import DemoEvent, DemoReport, Row
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    callback=output_folder,
+    shell_complete=complete_paths,
     metavar="OUT",
     help="Keep the checkpoints in this new folder.",
 )
@@ -32,7 +34,15 @@ def demo(output: Output, out: Path | None) -> None:
     """
     from ..demo import run
 
-    report = run(out, on_event=_narrator(output))
+    narrate = _narrator(output)
+    with unwinding() as heed_signals:
+
+        def on_event(event: DemoEvent) -> None:
+            heed_signals()
+            narrate(event)
+
+        heed_signals()
+        report = run(out, on_event=on_event)
     output.data(_text(report), report.to_json())
 
 

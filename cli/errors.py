@@ -1,17 +1,15 @@
 """Turns whatever ends a run into a message and an exit code.
 
-0 done, 1 the answer is no, 2 usage, 3 inputs or the machine, 4 a bug, 130 and 143 interrupted.
+0 done, 1 the answer is no, 2 usage, 3 inputs or the machine, 4 a bug, 128 + N stopped by signal N,
+141 (N is SIGPIPE's) where nobody reads standard output.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import click
@@ -23,19 +21,19 @@ from ..errors import (
     OutputError,
     RecipeError,
 )
+from .hints import usage_hint
 from .output import Output
+from .signals import Stopped
+from .streams import abandon_stdout
 
-USAGE, INPUT, BUG = 2, 3, 4
-INTERRUPTED, TERMINATED, PIPE_CLOSED = 128 + signal.SIGINT, 128 + signal.SIGTERM, 141
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived; unwinds like a KeyboardInterrupt."""
+USAGE, INPUT, BUG, PIPE_CLOSED = 2, 3, 4, 141
 
 
-def exit_code_of(run: Callable[[], int], output: Output) -> int:
-    """Call ``run`` and return the program's exit code, having said on stderr what went wrong."""
-    signal.signal(signal.SIGTERM, _terminate)
+def exit_code_of(run: Callable[[], int], arguments: Sequence[str], output: Output) -> int:
+    """Call ``run`` and return the program's exit code, having said on stderr what went wrong.
+
+    ``arguments`` are those of the command line, for hints.
+    """
     _show_warnings(output)
     try:
         code = run()
@@ -45,32 +43,31 @@ def exit_code_of(run: Callable[[], int], output: Output) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return USAGE
-    except (KeyboardInterrupt, Terminated) as error:
-        stopped = isinstance(error, Terminated)
-        output.error("terminated" if stopped else "interrupted")
-        return TERMINATED if stopped else INTERRUPTED
+    except Stopped as error:
+        output.error(error.reason)
+        return error.exit_code
     except BrokenPipeError:
-        _abandon_stdout()
+        abandon_stdout()
         return PIPE_CLOSED
     except Exception as error:
-        return _report(error, output)
+        return _report(error, arguments, output)
     return code
 
 
-def _report(error: Exception, output: Output) -> int:
-    code, message, hint = describe(error)
+def _report(error: Exception, arguments: Sequence[str], output: Output) -> int:
+    code, message, hint = describe(error, arguments)
     if code == BUG or output.debug:
         traceback.print_exception(error)
     output.error(message, hint)
     if isinstance(error, OSError):
-        _abandon_stdout()
+        abandon_stdout()
     return code
 
 
-def describe(error: Exception) -> tuple[int, str, str | None]:
+def describe(error: Exception, arguments: Sequence[str]) -> tuple[int, str, str | None]:
     """Return an error's exit code, what to say about it, and what to do about it."""
     if isinstance(error, click.UsageError):
-        return USAGE, *_usage(error)
+        return USAGE, *_usage(error, arguments)
     if isinstance(error, (MethodError, RecipeError, OutputError)):
         return USAGE, str(error), error.hint
     if isinstance(error, MergekitIsoError):
@@ -89,21 +86,10 @@ def describe(error: Exception) -> tuple[int, str, str | None]:
     )
 
 
-def _usage(error: click.UsageError) -> tuple[str, str]:
-    message = error.format_message()
-    hint = f"see {error.ctx.command_path if error.ctx else 'mergekit-iso'} --help"
-    if isinstance(error, click.NoSuchOption) and _takes_method_options(error.ctx):
-        name = error.option_name.lstrip("-").replace("-", "_")
-        hint = f"an option of the method is given as --set {name}=VALUE; {hint}"
-    if isinstance(error, (click.NoSuchOption, click.NoSuchCommand)):
-        message = error.message
-        if error.possibilities:
-            hint = f"did you mean {error.possibilities[0]}? {hint}"
-    return message[:1].lower() + message[1:].rstrip("."), hint
-
-
-def _takes_method_options(ctx: click.Context | None) -> bool:
-    return ctx is not None and any("--set" in p.opts for p in ctx.command.params)
+def _usage(error: click.UsageError, arguments: Sequence[str]) -> tuple[str, str]:
+    unknown = isinstance(error, (click.NoSuchOption, click.NoSuchCommand))
+    message = error.message if unknown else error.format_message()
+    return message[:1].lower() + message[1:].rstrip("."), usage_hint(error, arguments)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -136,13 +122,3 @@ def _show_warnings(output: Output) -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", MergeWarning)
     warnings.showwarning = show_ours
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
-
-
-def _abandon_stdout() -> None:
-    # What is still buffered cannot be written; the interpreter would fail on it once more.
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())

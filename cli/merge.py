@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import click
 
-from .options import merge_inputs, output_options
+from ..errors import MethodError
+from .options import complete_paths, merge_inputs, output_folder, output_options
 from .output import Output, format_bytes, format_seconds, symbol
 from .plan import plan_document, plan_text
 from .progress import progress
+from .signals import unwinding
 
 if TYPE_CHECKING:
+    from ..events import Event
     from ..execute import MergeResult
     from ..methods import MergeMethod
     from ..plan import Plan
@@ -53,20 +57,34 @@ class Planning(TypedDict):
     allow_pickle: bool
 
 
+def _threads(ctx: click.Context, param: click.Parameter, given: int | None) -> int | None:
+    cpus = os.cpu_count()
+    if given is not None and cpus is not None and given > cpus:
+        raise click.BadParameter(f"{given} is more than the {cpus} CPUs here", ctx, param)
+    return given
+
+
 @click.command(short_help="Merge models into a new checkpoint.")
 @merge_inputs
 @click.option(
     "-o",
     "--out",
     required=True,
-    type=click.Path(path_type=Path),
+    callback=output_folder,
+    shell_complete=complete_paths,
     metavar="OUT",
-    help="Folder to write; must not exist.",
+    help="Folder to write; must not exist, or be empty.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda[:N].")
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads to use.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    callback=_threads,
+    metavar="N",
+    help="CPU threads to use, at most one for each CPU.",
+)
 @click.option("--hash-inputs", is_flag=True, help="Record the sha256 of every input file.")
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--force", is_flag=True, help="Replace OUT if it is a model already.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @output_options
 @click.pass_obj
@@ -91,17 +109,24 @@ def merge(
     mergekit-iso merge base math code --method average --weight 2 --weight 1 -o merged
     """
     if dry_run:
-        _show(_plan(inputs, out, force=force), output)
+        _show(_plan(inputs, out, force=force), inputs["method"], output)
         return
     from ..execute import merge_checkpoints
 
-    with progress(output) as on_event:
+    method, planning = _method(inputs), _planning(inputs)
+    with progress(output) as show, unwinding() as heed_signals:
+
+        def on_event(event: Event) -> None:
+            # First when the output is begun: before, there are downloads to abandon at once.
+            heed_signals()
+            show(event)
+
         result = merge_checkpoints(
             inputs["base"],
             inputs["models"],
-            _method(inputs),
+            method,
             out,
-            **_planning(inputs),
+            **planning,
             force=force,
             threads=threads,
             device=device,
@@ -121,7 +146,7 @@ def plan(output: Output, **inputs: Unpack[MergeInputs]) -> None:
 
     Nothing is written; with --verbose every tensor is listed.
     """
-    _show(_plan(inputs), output)
+    _show(_plan(inputs), inputs["method"], output)
 
 
 def _plan(inputs: MergeInputs, out: Path | None = None, *, force: bool = False) -> Plan:
@@ -156,13 +181,18 @@ def _planning(inputs: MergeInputs) -> Planning:
 def _method(inputs: MergeInputs) -> MergeMethod:
     from ..methods import get_method
 
-    return get_method(inputs["method"], **inputs["settings"])
+    name = inputs["method"]
+    try:
+        return get_method(name, **inputs["settings"])
+    except MethodError as error:
+        error.hint = error.hint or f"see mergekit-iso methods {name}"
+        raise
 
 
-def _show(planned: Plan, output: Output) -> None:
+def _show(planned: Plan, method: str, output: Output) -> None:
     for message in planned.warnings:
         output.warning(message)
-    output.data(plan_text(planned, every_tensor=output.verbose), plan_document(planned))
+    output.data(plan_text(planned, method, every_tensor=output.verbose), plan_document(planned))
 
 
 def _summary(result: MergeResult) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, get
 
 import click
 
-from .options import output_options
-from .output import Output, table
+from .options import complete_methods, output_options
+from .output import Output, shown, table
 
 if TYPE_CHECKING:
     from ..methods import MethodEntry
@@ -26,7 +26,7 @@ class OptionRow(TypedDict):
 
 
 @click.command(short_help="List the merging methods, or explain one.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_methods)
 @output_options
 @click.pass_obj
 def methods(output: Output, name: str | None) -> None:
@@ -118,21 +118,13 @@ def _option_table(rows: list[OptionRow]) -> str:
             (
                 row["option"],
                 " ".join(filter(None, (row["type"], row["range"]))),
-                f"default {_shown(row['default'])}",
+                f"default {shown(row['default'])}",
                 row["description"],
             )
             for row in rows
         ],
         indent="  ",
     )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return str(value["name"])
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
 
 
 def option_rows(cls: type, defaults: dict[str, Any], prefix: str = "") -> list[OptionRow]:

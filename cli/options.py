@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
 import yaml
+from click.shell_completion import CompletionItem
 
 from .output import Output
 
@@ -43,6 +46,35 @@ def merge_inputs(command: F) -> F:
     return command
 
 
+def output_folder(ctx: click.Context, param: click.Parameter, given: str | None) -> Path | None:
+    """Return the folder that an option or argument names, ``~`` expanded as in inputs."""
+    if given is None:
+        return None
+    if not given:
+        raise click.BadParameter("the name of a folder is empty", ctx, param)
+    return Path(os.path.expanduser(given))
+
+
+def complete_paths(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Have the shell complete files and folders."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_methods(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete the names of the methods."""
+    from ..methods import list_methods
+
+    return [
+        CompletionItem(entry.name, help=entry.summary)
+        for entry in list_methods()
+        if entry.name.startswith(incomplete)
+    ]
+
+
 def _weights(
     ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
 ) -> list[float] | Literal["mean"] | None:
@@ -67,8 +99,10 @@ def _settings(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
             raise click.BadParameter(f"{item!r} is not of the form KEY=VALUE", ctx, param)
         try:
             value = _completed(yaml.safe_load(text))
-        except yaml.YAMLError:
-            raise click.BadParameter(f"the value of {item!r} is not YAML", ctx, param) from None
+        except Exception:  # besides YAMLError whatever int(), date() and recursion raise
+            raise click.BadParameter(
+                f"the value of {key!r} cannot be read as YAML", ctx, param
+            ) from None
         _put(settings, key.split("."), value)
     return settings
 
@@ -102,9 +136,16 @@ def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 _MERGE_INPUTS = (
-    click.argument("base"),
-    click.argument("models", metavar="MODEL...", nargs=-1, required=True),
-    click.option("--method", required=True, help="See 'mergekit-iso methods'."),
+    click.argument("base", shell_complete=complete_paths),
+    click.argument(
+        "models", metavar="MODEL...", nargs=-1, required=True, shell_complete=complete_paths
+    ),
+    click.option(
+        "--method",
+        required=True,
+        shell_complete=complete_methods,
+        help="See 'mergekit-iso methods'.",
+    ),
     click.option(
         "--scale",
         type=float,

@@ -77,6 +77,15 @@ def symbol(preferred: str, plain: str) -> str:
     return preferred
 
 
+def shown(value: Any) -> str:
+    """Return an option's value as ``--set`` takes it; a policy is its name."""
+    if isinstance(value, dict):
+        return str(value["name"])
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
 def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Return rows as text with aligned columns; cells are at most one line each."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

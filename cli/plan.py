@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .output import format_bytes, table
+from .output import format_bytes, shown, table
 
 if TYPE_CHECKING:
+    from ..methods import MergeMethod
     from ..plan import Plan, TensorPlan
 
 
-def plan_text(plan: Plan, *, every_tensor: bool = False) -> str:
-    """Return what a merge would do, a few lines; with ``every_tensor`` a line for each."""
+def plan_text(plan: Plan, method: str, *, every_tensor: bool = False) -> str:
+    """Return what a merge would do, a few lines; with ``every_tensor`` a line for each.
+
+    ``method`` is the name that the plan's method was asked for by.
+    """
     models = zip(plan.models, plan.weights, strict=True)
     lines = [
-        f"{plan.method!r}, scale {plan.scale:g}",
+        ", ".join([method, *_settings(plan.method, method), f"scale {plan.scale:g}"]),
         table(
             [("base", plan.base.label, "")]
             + [("model", model.label, f"weight {weight:g}") for model, weight in models],
@@ -31,6 +36,25 @@ def plan_text(plan: Plan, *, every_tensor: bool = False) -> str:
     total = sum(t.info.nbytes for t in plan.tensors)
     lines.append(f"{len(plan.tensors)} tensors, {format_bytes(total)}")
     return "\n".join(lines)
+
+
+def _settings(method: MergeMethod, name: str) -> Iterator[str]:
+    """Yield the options that differ from the defaults of that name, as ``--set`` takes them."""
+    from ..methods import method_entry
+    from ..options import Options
+
+    for option, default in method_entry(name).defaults.items():
+        value = getattr(method, option)
+        if not isinstance(value, Options):
+            if value != default:
+                yield f"{option}={shown(value)}"
+            continue
+        plain = value.options()
+        if type(value) is not type(default):
+            default = type(value)()
+            yield f"{option}={shown(plain)}"
+        usual = default.options()
+        yield from (f"{option}.{k}={shown(v)}" for k, v in plain.items() if v != usual[k])
 
 
 def _groups(plan: Plan) -> str:

@@ -89,6 +89,7 @@ class _Bar:
             Progress,
             TextColumn,
             TimeRemainingColumn,
+            TransferSpeedColumn,
         )
 
         self._bar = Progress(
@@ -96,6 +97,7 @@ class _Bar:
             BarColumn(),
             TextColumn("{task.fields[done]}/{task.fields[tensors]} tensors"),
             DownloadColumn(),
+            TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from .options import output_options
+from .options import complete_paths, output_folder, output_options
 from .output import Output
 
 
 @click.command(short_help="Check a merged checkpoint against its manifest.")
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", callback=output_folder, shell_complete=complete_paths)
 @output_options
 @click.pass_obj
 def verify(output: Output, out: Path) -> int:

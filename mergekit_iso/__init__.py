@@ -5,14 +5,8 @@ Names are imported on first use, so importing the package imports no torch.
 
 import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
-
-try:
-    __version__ = version("mergekit-iso")
-except PackageNotFoundError:  # used from a source tree that is not installed
-    __version__ = "0+unknown"
 
 _HOME = {
     "merge": "merge",
@@ -44,9 +38,20 @@ __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mergekit-iso")
+    except PackageNotFoundError:  # used from a source tree that is not installed
+        return "0+unknown"
 
 
 class _Package(ModuleType):

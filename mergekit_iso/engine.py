@@ -16,7 +16,14 @@ from .checkpoints.survey import DeltaSurvey
 from .checkpoints.writer import CheckpointWriter
 from .errors import CheckpointError, NonFiniteError
 from .kernels.memory import keep_freed_memory
-from .methods.base import Context, DeltaStream, Worker, local_delta, merge_unit
+from .methods.base import (
+    Context,
+    DeltaStream,
+    Worker,
+    local_delta,
+    merge_unit,
+    weighted_sum,
+)
 from .plan import Plan, TensorPlan
 from .tensors import TensorInfo, apply_delta, task_vector_of
 
@@ -50,8 +57,9 @@ class Engine:
         for step in self._steps:
             if step.same_as is None:
                 units = self._copy(step) if step.action == "copy" else self._merge(step)
-                for unit in units:
-                    writer.write(step.info.name, unit)
+                with _out_of_memory(step.info):
+                    for unit in units:
+                        writer.write(step.info.name, unit)
                 yield step.info.name
         for step in self._steps:
             if step.same_as is not None:
@@ -80,6 +88,8 @@ class Engine:
 
     def _merge(self, step: TensorPlan) -> Iterator[Tensor]:
         info, stats = step.info, self._stats(step)
+        if max(map(abs, self._ctx.weights)) > torch.finfo(step.compute).max:
+            raise _overflow(info, step.compute)
         for ctx, base, deltas in self._units(step):
             self._survey.add_base(info, base)
 
@@ -91,9 +101,27 @@ class Engine:
                     self._survey.add(t, info, delta, stored)
                     yield Worker(t, delta, stats[t])
 
-            with _failed_decomposition(info):
+            try:
                 merged = merge_unit(self._method, workers(), info, ctx)
-            yield _fitting(apply_delta(base, merged, self._scale, info.dtype), info)
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                if self._overflows(step):
+                    raise _overflow(info, step.compute) from None
+                reason = str(error).partition("\n")[0]
+                raise CheckpointError(
+                    f"the decomposition of {info.name} failed: {reason}"
+                ) from error
+            values = apply_delta(base, merged, self._scale, info.dtype)
+            if not all_finite(values) and not all_finite(merged):
+                raise _overflow(info, step.compute)
+            yield _fitting(values, info)
+
+    def _overflows(self, step: TensorPlan) -> bool:
+        """Whether the products that decompositions start from are too large for the dtype."""
+        return any(
+            not all_finite(weighted_sum(deltas, self._ctx.weights).square().sum())
+            for _, _, deltas in self._units(step)
+            if self.taking_part
+        )
 
     def _copy(self, step: TensorPlan) -> Iterator[Tensor]:
         for chunk in self._reader.chunks(_BASE, step.base_source, finite=False):
@@ -135,19 +163,41 @@ class Engine:
 
 
 @contextmanager
-def _failed_decomposition(info: TensorInfo) -> Iterator[None]:
+def _out_of_memory(info: TensorInfo) -> Iterator[None]:
     try:
         yield
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"the decomposition of {info.name} failed: {reason}") from error
+    except (MemoryError, RuntimeError) as error:
+        on_cpu = "DefaultCPUAllocator" in str(error) or "not enough memory" in str(error)
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not on_cpu:
+            raise
+        raise CheckpointError(
+            f"there is not enough memory to merge {info.name}, which has shape {info.shape} and "
+            f"{info.nbytes:,} bytes",
+            hint="free some memory, or use fewer --threads",
+        ) from error
+
+
+def _overflow(info: TensorInfo, compute: torch.dtype) -> NonFiniteError:
+    wider = "" if compute == torch.float64 else ", or --dtype float64"
+    return NonFiniteError(
+        f"the merged delta of {info.name} has values that do not fit {_name(compute)}: the weights "
+        "or the scale are too large",
+        hint=f"give smaller weights or a smaller scale{wider}",
+    )
 
 
 def _fitting(values: Tensor, info: TensorInfo) -> Tensor:
     if all_finite(values):
         return values
-    dtype = str(info.dtype).removeprefix("torch.")
+    hint = "give smaller weights or a smaller scale"
+    if info.dtype == torch.float16:
+        hint = f"give a wider --out-dtype (bfloat16 or float32), or {hint.removeprefix('give ')}"
+    elif info.dtype != torch.float64:
+        hint += ", or --dtype float64 with --out-dtype float64"
     raise NonFiniteError(
-        f"{info.name} would have values that do not fit {dtype}",
-        hint="give a wider --out-dtype (bfloat16 or float32), or a smaller scale",
+        f"{info.name} would have values that do not fit {_name(info.dtype)}", hint=hint
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

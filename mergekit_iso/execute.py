@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from .checkpoints.card import CARD_NAME, model_card
+from .checkpoints.checkpoint import Checkpoint
 from .checkpoints.manifest import (
     MANIFEST_NAME,
     build_manifest,
@@ -32,12 +32,12 @@ from .checkpoints.output import (
 )
 from .checkpoints.stream import InputReader, refuse_changed
 from .checkpoints.survey import DeltaSurvey
-from .checkpoints.writer import CheckpointWriter
+from .checkpoints.writer import COPY_BYTES, CheckpointWriter
 from .engine import Engine
 from .errors import MethodError
 from .events import Event, Finished, OnEvent, Progress, Started, Warned
 from .methods import MergeMethod
-from .plan import Plan, plan
+from .plan import Plan, model_list, plan
 from .tensors import DEFAULT_EXCLUDE
 
 CONFIG_NAME = "config.json"
@@ -80,21 +80,25 @@ def execute(
     Args:
         plan: what to do, from :func:`mergekit_iso.plan`.
         out: the folder to make; parents are created.
-        force: replace what stands at ``out``, once the new folder is complete.
-        threads: torch's threads for this run; None leaves them as they are.
+        force: replace the model that stands at ``out``, once the new folder is complete; a
+            file, or a folder that does not look like a model, is never replaced.
+        threads: torch's threads for this run, at most one per CPU; None leaves them as they are.
         device: where tensors are computed, ``cpu`` or ``cuda[:N]``.
         hash_inputs: also record the SHA-256 of the inputs' whole files (reads them once more).
         on_event: called with each event of :mod:`mergekit_iso.events`, in this thread.
 
     Raises:
         OutputError: ``out`` exists, overlaps an input, or is being written by another run.
-        MethodError: a device that does not exist, or weights that a mean is undefined for.
-        NonFiniteError: a NaN or infinity in an input, or a value the output dtype cannot hold.
+        MethodError: a device that does not exist, a number of threads that cannot be had, or
+            weights that a mean is undefined for.
+        NonFiniteError: a NaN or infinity in an input, or a value that the output dtype, or the
+            one that deltas are computed in, cannot hold.
         CheckpointError: an input that changes or cannot be read, a full disk, a failed write,
-            or a matrix whose decomposition fails.
+            a matrix whose decomposition fails, or a tensor that does not fit into memory.
     """
     began = time.perf_counter()
     target = _device(device)
+    _check_threads(threads)
     sources = (plan.base, *plan.models)
     path = check_output(out, source_paths(*sources), force=force)
     notify = on_event or _ignore
@@ -131,7 +135,8 @@ def execute(
             warnings=warnings,
         )
         write_file(folder / MANIFEST_NAME, manifest.to_bytes())
-        write_file(folder / CARD_NAME, model_card(plan).encode())
+        # As in the manifest, names of files need not be text.
+        write_file(folder / CARD_NAME, model_card(plan).encode(errors="replace"))
         refuse_changed(sources, before, reader.stamps())
 
     seconds = time.perf_counter() - began
@@ -157,8 +162,8 @@ def merge_checkpoints(
     scale: float = 1.0,
     seed: int = 0,
     round: int = 0,
-    exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    keep_base: Sequence[str] = (),
+    exclude: str | Sequence[str] = DEFAULT_EXCLUDE,
+    keep_base: str | Sequence[str] = (),
     dtype: str = "float32",
     out_dtype: str | None = None,
     max_shard_size: int | str = "5GB",
@@ -176,9 +181,12 @@ def merge_checkpoints(
     beside it raise MethodError). The other keywords are those of :func:`mergekit_iso.plan` and
     :func:`mergekit_iso.execute`, which also name the errors raised.
     """
+    models = model_list(models)
+    # Once more in execute(); here they spare a download whose result would have no place.
     _device(device)
-    # Once more in execute(); here it spares a download whose result would have no place.
-    local = {os.fspath(r): Path(os.path.realpath(r)) for r in (base, *models) if os.path.exists(r)}
+    _check_threads(threads)
+    paths = {os.fspath(r): Path(r).expanduser() for r in (base, *models)}
+    local = {label: Path(os.path.realpath(p)) for label, p in paths.items() if os.path.exists(p)}
     check_output(out, local, force=force)
     planned = plan(
         base,
@@ -211,30 +219,59 @@ def _carry(plan: Plan, folder: Path) -> dict[str, str]:
     """Copy the base's other files and write config.json; return the SHA-256 of each."""
     hashes = {}
     if plan.config is not None:
-        data = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
+        text = json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n"
+        # Lone surrogates, which JSON can escape but UTF-8 cannot hold, are escaped again.
+        data = text.encode(errors="backslashreplace")
         write_file(folder / CONFIG_NAME, data)
         hashes[CONFIG_NAME] = hashlib.sha256(data).hexdigest()
     for name in plan.carried:
         target = folder / name
         with os_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(plan.base.folder / name, target)
-            with target.open("rb") as file:
+            with target.open("xb") as file:
+                for data in _pieces(plan.base, name):
+                    file.write(data)
+                file.flush()
                 os.fsync(file.fileno())
             hashes[name] = sha256_of(target)
     return hashes
 
 
+def _pieces(base: Checkpoint, name: str) -> Iterator[bytes]:
+    with (
+        os_errors(f"{name} of the base {base.label!r}", "read"),
+        (base.folder / name).open("rb") as file,
+    ):
+        while data := file.read(COPY_BYTES):
+            yield data
+
+
 def _device(name: str) -> torch.device:
+    hint = "use cpu, cuda or cuda:N"
     try:
         device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise MethodError(f"device {name!r} is not known", hint=hint) from None
+    if device.type not in ("cpu", "cuda"):
+        raise MethodError(f"device {name!r} is not supported", hint=hint)
+    try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise MethodError(f"device {name!r} cannot be used: {reason}", hint="use cpu") from None
-    if device.type not in ("cpu", "cuda"):
-        raise MethodError(f"device {name!r} is not supported", hint="use cpu, cuda or cuda:N")
+        raise MethodError(f"device {name!r} cannot be used: {reason}", hint=hint) from None
     return device
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    # Far more threads than CPUs end the process inside torch.
+    most = os.cpu_count() or 1
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= most:
+        raise MethodError(
+            f"the number of threads cannot be {threads!r}",
+            hint=f"give a whole number from 1 to {most}, the number of CPUs",
+        )
 
 
 @contextmanager
@@ -242,8 +279,6 @@ def _thread_count(threads: int | None) -> Iterator[None]:
     if threads is None:
         yield
         return
-    if threads < 1:
-        raise MethodError(f"the number of threads cannot be {threads}: give 1 or more")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cache
+from reprlib import repr as shortened
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,7 +29,7 @@ class Options:
             except ValidationError as error:
                 reason = error.errors()[0]["msg"]
                 raise MethodError(
-                    f"option {option} of {cls.__name__} cannot be {value!r}: "
+                    f"option {option} of {cls.__name__} cannot be {shortened(value)}: "
                     f"{reason[0].lower()}{reason[1:]}"
                 ) from None
             object.__setattr__(self, option, value)

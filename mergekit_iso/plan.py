@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -16,17 +16,28 @@ from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.files import carried_files
 from .checkpoints.ties import untied_config
 from .checkpoints.vocabulary import check_rows, check_tokenizers
-from .errors import MethodError
+from .errors import CheckpointError, MethodError
 from .methods.base import MergeMethod, finite_number, resolve_weights
 from .methods.registry import resolve_method
-from .tensors import DEFAULT_EXCLUDE, Role, TensorInfo, compute_dtype, describe, matches
+from .tensors import (
+    DEFAULT_EXCLUDE,
+    Role,
+    TensorInfo,
+    as_patterns,
+    classify,
+    compute_dtype,
+    describe,
+    matches_tensor,
+)
 
 Reference = str | os.PathLike[str] | Checkpoint
+R = TypeVar("R", bound=Reference)
 
 _OUT_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _COMPUTE_DTYPES = ("float32", "float64")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|B)?\s*", re.IGNORECASE)
 _POWERS = "BKMGT"
+_MAX_SIZE = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -86,8 +97,8 @@ def plan(
     scale: float = 1.0,
     seed: int = 0,
     round: int = 0,
-    exclude: Sequence[str] = DEFAULT_EXCLUDE,
-    keep_base: Sequence[str] = (),
+    exclude: str | Sequence[str] = DEFAULT_EXCLUDE,
+    keep_base: str | Sequence[str] = (),
     out_dtype: str | None = None,
     dtype: str = "float32",
     max_shard_size: int | str = "5GB",
@@ -107,8 +118,9 @@ def plan(
         scale: factor on the merged delta, finite.
         seed: keys the random masks.
         round: keys the random masks too; 0 outside of a training loop.
-        exclude: patterns of matrices that spectral methods average like vectors.
-        keep_base: patterns of tensors that stay at the base.
+        exclude: patterns of matrices that spectral methods average like vectors; one may stand
+            alone. See :func:`mergekit_iso.tensors.describe` for their form.
+        keep_base: patterns of tensors that stay at the base, of the same form.
         out_dtype: float32, float16, bfloat16 or float64 for every weight; None keeps the base's.
         dtype: float32 or float64, in which deltas are computed (float64 inputs always in it).
         max_shard_size: bytes of tensors in a file, or a text such as 200MB, 5GB or 1GiB; a
@@ -117,19 +129,22 @@ def plan(
         **options: the method's options, where it is given by name.
 
     Raises:
-        MethodError: no models, or an option that is out of range or does not fit the method.
+        MethodError: no models, nothing left to merge, or an option that is out of range or does
+            not fit the method.
         IncompatibleError: models that do not belong to the base (tensors, shapes, vocabulary).
         CheckpointError: a file that cannot be read.
     """
     operator = resolve_method(method, options)
-    if not models:
-        raise MethodError("no models were given to merge", hint="name at least one fine-tune")
+    models = model_list(models)
     resolved = resolve_weights(weights, len(models))
     scale = finite_number("the scale", scale)
+    for name, number in (("seed", seed), ("round", round)):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise MethodError(f"the {name} cannot be {number!r}: give a whole number")
     target = None if out_dtype is None else _dtype("out_dtype", out_dtype, _OUT_DTYPES)
     minimum = _dtype("dtype", dtype, _COMPUTE_DTYPES)
     limit = parse_size(max_shard_size)
-    _refuse_unknown_roles(exclude)
+    exclude, keep_base = as_patterns("exclude", exclude), as_patterns("keep_base", keep_base)
 
     base, *models = [_opened(reference, allow_pickle) for reference in (base, *models)]
     alignment = align(base, models)
@@ -148,6 +163,10 @@ def plan(
         for match in alignment.matches
     )
     infos = [s.info for s in steps if s.action == "merge" and s.same_as is None]
+    if kept and not infos:
+        raise MethodError(
+            "keep_base leaves no tensor to merge", hint="give patterns that fit fewer tensors"
+        )
     config = _output_config(base.config, alignment.untied, target)
     return Plan(
         base=base,
@@ -157,8 +176,8 @@ def plan(
         scale=scale,
         seed=seed,
         round=round,
-        exclude=tuple(exclude),
-        keep_base=tuple(keep_base),
+        exclude=exclude,
+        keep_base=keep_base,
         out_dtype=target,
         max_shard_size=limit,
         tensors=steps,
@@ -175,6 +194,18 @@ def plan(
     )
 
 
+def model_list(models: Iterable[R]) -> list[R]:
+    """Return the models to merge; MethodError if there are none, or one that is no list."""
+    if isinstance(models, (str, os.PathLike, Checkpoint)):
+        raise MethodError(
+            "models must be a list, not a single model", hint="put it in brackets: [model]"
+        )
+    found = list(models)
+    if not found:
+        raise MethodError("no models were given to merge", hint="name at least one fine-tune")
+    return found
+
+
 def _opened(reference: Reference, allow_pickle: bool) -> Checkpoint:
     if isinstance(reference, Checkpoint):
         return reference
@@ -185,17 +216,19 @@ def parse_size(size: int | str) -> int:
     """Return a number of bytes: an int, or text with a unit (powers of 1000, or 1024 with an i).
 
     Raises:
-        MethodError: no size, or less than a byte.
+        MethodError: no size, less than a byte, or 2^63 bytes and more.
     """
-    found = _SIZE.fullmatch(str(size))
-    number = 0.0
-    if found:
+    hint = "give bytes, or a size such as 200MB, 5GB or 1GiB"
+    number: float = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        number = size
+    elif found := _SIZE.fullmatch(str(size)):
         unit = (found[2] or "B").upper()
         number = float(found[1]) * (1024 if "I" in unit else 1000) ** _POWERS.index(unit[0])
+    if number >= _MAX_SIZE:
+        raise MethodError("a size must be less than 2^63 bytes", hint=hint)
     if number < 1:
-        raise MethodError(
-            f"a size cannot be {size!r}", hint="give bytes, or a size such as 200MB, 5GB or 1GiB"
-        )
+        raise MethodError(f"a size cannot be {size!r}", hint=hint)
     return int(number)
 
 
@@ -206,21 +239,19 @@ def _dtype(option: str, name: str, valid: tuple[str, ...]) -> torch.dtype:
     return dtype
 
 
-def _refuse_unknown_roles(exclude: Iterable[str]) -> None:
-    roles = get_args(Role)
-    for pattern in exclude:
-        if pattern.startswith("role:") and pattern.removeprefix("role:") not in roles:
-            raise MethodError(
-                f"exclude cannot be {pattern!r}: there is no such role",
-                hint=f"the roles are {', '.join(roles)}",
-            )
-
-
 def _kept(found: Sequence[Match], keep_base: Sequence[str]) -> set[str]:
     """Return the output names that a pattern keeps at the base; tied ones are kept together."""
-    named = {m.name for m in found if any(matches(pattern, m.name) for pattern in keep_base)}
+    named = {
+        m.name
+        for m in found
+        if any(matches_tensor(pattern, m.name, _role(m)) for pattern in keep_base)
+    }
     originals = {m.same_as or m.name for m in found if m.name in named}
     return {m.name for m in found if (m.same_as or m.name) in originals}
+
+
+def _role(match: Match) -> Role:
+    return classify(match.name, match.stored.shape, match.stored.dtype)
 
 
 def _step(
@@ -280,17 +311,32 @@ def _carried(base: Checkpoint, config: Mapping[str, Any] | None) -> tuple[str, .
         return ()
     copied = config is None and (base.folder / "config.json").is_file()
     own = ("config.json",) if copied else ()
-    return tuple(sorted((*own, *carried_files(base.folder))))
+    names = sorted((*own, *carried_files(base.folder)))
+    for name in names:
+        if not _is_text(name):
+            raise CheckpointError(
+                f"the base {base.label!r} has a file whose name is not UTF-8: {name!r}",
+                hint="rename it, or move it out of that folder",
+            )
+    return tuple(names)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _idle_patterns(
     steps: Sequence[TensorPlan], exclude: Sequence[str], keep_base: Sequence[str]
 ) -> list[str]:
-    idle = [("keep_base", p) for p in keep_base if not any(matches(p, s.info.name) for s in steps)]
-    idle += [
-        ("exclude", p)
-        for p in exclude
-        if p not in DEFAULT_EXCLUDE
-        and not any(describe(s.info.name, s.info.shape, s.info.dtype, [p]).excluded for s in steps)
+    given = [("keep_base", p) for p in keep_base]
+    given += [("exclude", p) for p in exclude if p not in DEFAULT_EXCLUDE]
+    idle = [
+        (option, pattern)
+        for option, pattern in given
+        if not any(matches_tensor(pattern, s.info.name, s.info.role) for s in steps)
     ]
     return [f"the {option} pattern {pattern!r} matches no tensor" for option, pattern in idle]

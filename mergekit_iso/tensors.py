@@ -111,7 +111,8 @@ def describe(
     size = tuple(shape)
     patterns = (exclude,) if isinstance(exclude, str) else exclude
     role = classify(name, size, dtype)
-    return TensorInfo(name, size, dtype, role, any(_matches(p, name, role) for p in patterns))
+    excluded = any(matches_tensor(p, name, role) for p in patterns)
+    return TensorInfo(name, size, dtype, role, excluded)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -121,7 +122,8 @@ def matches(pattern: str, name: str) -> bool:
     return pattern in name
 
 
-def _matches(pattern: str, name: str, role: Role) -> bool:
+def matches_tensor(pattern: str, name: str, role: Role) -> bool:
+    """Whether ``pattern`` fits a tensor: ``role:NAME`` its role, anything else its name."""
     if pattern.startswith("role:"):
         return pattern.removeprefix("role:") == role
     return matches(pattern, name)

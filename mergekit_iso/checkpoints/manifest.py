@@ -103,7 +103,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file's bytes; the same for equal manifests."""
-        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        # Names of files need not be text: what of them is not becomes a question mark.
+        return text.encode(errors="replace")
 
 
 def build_manifest(

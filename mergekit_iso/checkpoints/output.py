@@ -17,10 +17,12 @@ from .checkpoint import Checkpoint
 LOCK_NAME = ".mergekit-iso.lock"
 # Room for headers, manifest and model card beside the tensors.
 _SLACK_BYTES = 1 << 20
+# Any of these, or a .safetensors file, tells a model's folder from others.
+_MODEL_FILES = ("config.json", "mergekit_iso.json")
 
 
 @contextmanager
-def os_errors(path: Path, verb: str = "written", needed: int | None = None) -> Iterator[None]:
+def os_errors(path: str | Path, verb: str = "written", needed: int | None = None) -> Iterator[None]:
     """Turn an OSError into a CheckpointError that names ``path``."""
     try:
         yield
@@ -67,10 +69,19 @@ def check_output(out: str | os.PathLike[str], inputs: Mapping[str, Path], *, for
     """Return the real path of ``out``, after checking that a merge may write there.
 
     ``inputs`` are the inputs' real paths by what the user typed. Raises OutputError if ``out``
-    is an input, lies inside one or holds one; if something is there already (an empty folder
-    is fine), unless ``force``; and if it is a mount point, which cannot be renamed.
+    is an input, lies inside one or holds one; if it is or holds the current or the home folder;
+    if it is a mount point, which cannot be renamed; if it lies under a file; and if something
+    is there already. An empty folder is fine, and with ``force`` a model's folder is too:
+    nothing else is ever replaced.
     """
-    path = Path(os.path.realpath(out))
+    if not os.fspath(out) or "\0" in os.fspath(out):
+        raise OutputError(
+            f"the output folder cannot be {os.fspath(out)!r}", hint="give a folder to make"
+        )
+    with os_errors(os.fspath(out), "found"):
+        path = Path(os.path.realpath(os.path.expanduser(out)))
+        _refuse_loop(path, out)
+        _refuse_place_in_use(path, out)
     for label, source in inputs.items():
         if path == source or source in path.parents:
             raise OutputError(
@@ -83,19 +94,19 @@ def check_output(out: str | os.PathLike[str], inputs: Mapping[str, Path], *, for
                     f"the input {label!r} lies inside {folder}, which would be replaced",
                     hint="choose a folder that holds no input",
                 )
-    if os.path.ismount(path):
-        raise OutputError(
-            f"{out} is a mount point, which cannot be replaced by a finished folder",
-            hint="choose a folder inside it",
-        )
     with os_errors(path, "read"):
-        if path.exists() and not (path.is_dir() or path.is_file()):
+        if os.path.ismount(path):
             raise OutputError(
-                f"{out} is neither a file nor a folder, and is never replaced",
-                hint="choose another name",
+                f"{out} is a mount point, which cannot be replaced by a finished folder",
+                hint="choose a folder inside it",
             )
-        if not force:
-            _refuse_existing(path, out)
+        existing = _existing_parent(path)
+        if not existing.is_dir():
+            raise OutputError(
+                f"{out} would lie under {existing}, which is not a folder",
+                hint="choose another folder",
+            )
+        _refuse_existing(path, out, force=force)
     return path
 
 
@@ -120,12 +131,13 @@ def output_folder(out: Path, needed: int, *, force: bool) -> Iterator[Path]:
         try:
             with _removed_on_error(partial):
                 with os_errors(partial):
-                    if not force:
-                        _refuse_existing(out, out)
+                    _refuse_existing(out, out, force=force)
                     _clear(partial)
                 yield partial
                 with os_errors(out, needed=needed):
                     _sync_tree(partial)
+                    # Once more: what has come there meanwhile is nobody's to replace either.
+                    _refuse_existing(out, out, force=force)
                     replaced = _swap(partial, out)
             with os_errors(out):
                 _settle(out, replaced)
@@ -138,19 +150,61 @@ def output_folder(out: Path, needed: int, *, force: bool) -> Iterator[Path]:
         raise
 
 
-def _refuse_existing(path: Path, typed: str | os.PathLike[str]) -> None:
+def _refuse_loop(path: Path, typed: str | os.PathLike[str]) -> None:
+    # A real path holds no links, except where they lead back to themselves.
+    if any(p.is_symlink() for p in (path, *path.parents)):
+        raise OutputError(
+            f"{typed} is a symbolic link that leads in a circle", hint="choose another name"
+        )
+
+
+def _refuse_place_in_use(path: Path, typed: str | os.PathLike[str]) -> None:
+    for place, name in ((os.curdir, "current"), (os.path.expanduser("~"), "home")):
+        try:
+            folder = Path(os.path.realpath(place))
+        except FileNotFoundError:  # somebody removed the current folder
+            continue
+        if path == folder or path in folder.parents:
+            raise OutputError(
+                f"{typed} is the {name} folder, or holds it, and is never replaced",
+                hint="choose a folder of its own",
+            )
+
+
+def _refuse_existing(path: Path, typed: str | os.PathLike[str], *, force: bool) -> None:
     if not path.exists():
         return
     if not path.is_dir():
+        kind = "is a file" if path.is_file() else "is neither a file nor a folder"
         raise OutputError(
-            f"{typed} already exists and is a file",
-            hint="choose another name, or replace it with --force",
+            f"{typed} already exists and {kind}, which is never replaced",
+            hint="choose another name",
         )
-    if any(path.iterdir()):
+    if not any(path.iterdir()):
+        return
+    if not _is_model(path):
+        raise OutputError(
+            f"{typed} already exists, is not empty and does not look like a model, so it is not "
+            "replaced",
+            hint="choose another folder, or remove it first",
+        )
+    if not force:
         raise OutputError(
             f"{typed} already exists and is not empty",
             hint="choose another folder, or replace it whole with --force",
         )
+
+
+def _is_model(folder: Path) -> bool:
+    return any(
+        p.name in _MODEL_FILES or p.suffix == ".safetensors"
+        for p in folder.iterdir()
+        if p.is_file()
+    )
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(p for p in path.parents if p.exists())
 
 
 def _partial_of(out: Path) -> Path:
@@ -159,11 +213,18 @@ def _partial_of(out: Path) -> Path:
 
 def _refuse_full_disk(out: Path, needed: int) -> None:
     with os_errors(out):
-        existing = next(p for p in out.parents if p.exists())
-        free = shutil.disk_usage(existing).free
-    if free < needed + _SLACK_BYTES:
+        disk = os.statvfs(_existing_parent(out))
+    if disk.f_flag & os.ST_RDONLY:
         raise CheckpointError(
-            f"{out} takes {needed:,} bytes and its disk has only {free:,} free",
+            f"{out} could not be written: its file system is read-only",
+            hint="write to another disk",
+        )
+    needed += _SLACK_BYTES
+    free = disk.f_bavail * disk.f_frsize
+    # Some network file systems do not know their size and say 0.
+    if disk.f_blocks and free < needed:
+        raise CheckpointError(
+            f"{out} needs {needed:,} bytes and its disk has only {free:,} free",
             hint="free some space, or write to another disk",
         )
 
@@ -232,13 +293,16 @@ def _swap(partial: Path, out: Path) -> Path | None:
     aside: Path | None = None
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent))
-        out.rename(aside / out.name)
     try:
+        if aside is not None:
+            out.rename(aside / out.name)
         partial.rename(out)
     except BaseException:
         if aside is not None:
-            (aside / out.name).rename(out)
-            aside.rmdir()
+            if not out.exists():
+                (aside / out.name).rename(out)
+            with suppress(OSError):
+                aside.rmdir()
         raise
     return aside
 

@@ -38,21 +38,26 @@ def locate(reference: str | os.PathLike[str], *, allow_pickle: bool = False) -> 
 
     A path object, a path that exists and a string that looks like a path (absolute, starting
     with ``.`` or ``~``, more than one slash, ending with a separator or ``.safetensors``) never
-    go to the hub. Of a snapshot only safetensors and the small files are fetched; pickled
-    weights only where ``allow_pickle`` is set and there are no others.
+    go to the hub; a leading ``~`` is expanded. Of a snapshot only safetensors and the small
+    files are fetched; pickled weights only where ``allow_pickle`` is set and there are no others.
 
     Raises:
         CheckpointError: nothing is there, or the hub did not give it.
     """
     label = os.fspath(reference)
     local = os.path.expanduser(label)
-    if os.path.exists(local):
+    if os.path.isdir(local) or os.path.isfile(local):
         return Source(label, Path(local), None)
+    if os.path.exists(local):
+        raise CheckpointError(f"{label!r} is not a folder or a .safetensors file", hint=_HINT)
     repository, _, revision = label.partition("@")
     if isinstance(reference, os.PathLike) or _looks_like_path(label, repository):
         raise CheckpointError(f"{label!r} does not exist", hint=_HINT)
     if repository.count("/") != 1:
-        raise CheckpointError(f"{label!r} is neither a path that exists nor a hub id", hint=_HINT)
+        raise CheckpointError(
+            f"{label!r} is neither a path that exists nor a hub id of the form org/name",
+            hint=f"{_HINT}; a hub id names the owner too: openai-community/gpt2, not gpt2",
+        )
     folder = _download(label, repository, revision or None, allow_pickle)
     return Source(label, folder, folder.name if folder.parent.name == "snapshots" else None)
 

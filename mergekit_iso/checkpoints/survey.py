@@ -60,7 +60,7 @@ class DeltaSurvey:
 
     def _warning(self, label: str, seen: _Seen) -> str | None:
         if not seen.moved:
-            return f"{label!r} is identical to the base, yet counts as a task"
+            return f"{label!r} is identical to the base in all that is merged, yet counts as a task"
         moves = {
             name: sqrt(square / self._base_squares[name])
             for name, square in seen.delta.items()

@@ -176,7 +176,8 @@ class _Check:
                     f"{_CONFIG} says tie_word_embeddings true, and {head.name} differs from "
                     f"{embeddings[0].name}"
                 )
-        causal = any("ForCausalLM" in str(a) for a in config.get("architectures") or ())
+        names = config.get("architectures")
+        causal = isinstance(names, list) and any("ForCausalLM" in str(name) for name in names)
         if tied is False and causal and embeddings and not heads:
             yield f"{_CONFIG} says tie_word_embeddings false, and there is no head"
 
@@ -188,6 +189,6 @@ class _Check:
 def _json_object(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -142,7 +142,8 @@ def _tokens(checkpoint: Checkpoint) -> dict[int, str] | None:
         model = document.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         tokens = _inverted(vocabulary)
-        for added in document.get("added_tokens") or ():
+        extra = document.get("added_tokens")
+        for added in extra if isinstance(extra, list) else ():
             if isinstance(added, dict) and type(added.get("id")) is int:
                 tokens[added["id"]] = str(added.get("content"))
         return tokens or None
@@ -157,7 +158,8 @@ def _tokens(checkpoint: Checkpoint) -> dict[int, str] | None:
 def _inverted(vocabulary: Any) -> dict[int, str]:
     """Return id → token of a token → id map or of a list of (token, score); else nothing."""
     if isinstance(vocabulary, list):
-        return {i: str(item[0]) for i, item in enumerate(vocabulary) if isinstance(item, list)}
+        pairs = enumerate(vocabulary)
+        return {i: str(item[0]) for i, item in pairs if isinstance(item, list) and item}
     if not isinstance(vocabulary, dict):
         return {}
     return {i: token for token, i in vocabulary.items() if type(i) is int}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from ..errors import MethodError
+from ..errors import MergeWarning, MethodError
 from ..options import Options
 from .base import MergeMethod
 
@@ -63,7 +64,8 @@ def register(
 
     def add(cls: type[M]) -> type[M]:
         if name in _ENTRIES:
-            raise MethodError(f"a method called {name!r} is registered already")
+            holder = _ENTRIES[name].cls.__module__
+            raise MethodError(f"a method called {name!r} is registered already, by {holder}")
         if not cls.__dict__.get("name"):
             cls.name = name
         first_line = (cls.__doc__ or "").strip().partition("\n")[0]
@@ -128,7 +130,16 @@ def _refined(default: Any, value: Any) -> Any:
 def _load_plugins() -> None:
     # Importing the module that an entry point names registers what it holds.
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name):
-        entry.load()
+        try:
+            entry.load()
+        except (Exception, SystemExit) as error:
+            warnings.warn(_failure(entry, error), MergeWarning, stacklevel=2)
+
+
+def _failure(entry: EntryPoint, error: BaseException) -> str:
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
+    reason = str(error) if isinstance(error, MethodError) else f"{type(error).__name__}: {error}"
+    return f"the plug-in {entry.name!r} ({entry.value}) of {package} failed to load: {reason}"
 
 
 def _nearest(name: str, valid: list[str]) -> str:

@@ -228,20 +228,28 @@ def test_options_beside_a_method_object_are_refused(small: Family) -> None:
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("device", ["gpu9", "meta", "cuda:99"])
+@pytest.mark.parametrize("device", ["gpu9", "meta", "cuda:99", "hpu", "mps", "cpu!"])
 def test_a_device_that_is_not_there_is_refused(small: Family, device: str) -> None:
-    with pytest.raises(MethodError, match=device):
+    with pytest.raises(MethodError, match=f"device '{device}'") as caught:
         small.merge(device=device)
+    assert len(str(caught.value)) < 120
+    assert caught.value.hint == "use cpu, cuda or cuda:N"
 
 
 def test_threads_are_set_for_the_run_only(small: Family) -> None:
     seen = []
     before = torch.get_num_threads()
-    small.merge(threads=before + 1, on_event=lambda _: seen.append(torch.get_num_threads()))
-    assert before + 1 in seen
+    most = os.cpu_count() or 1
+    small.merge(threads=most, on_event=lambda _: seen.append(torch.get_num_threads()))
+    assert most in seen
     assert torch.get_num_threads() == before
-    with pytest.raises(MethodError, match="threads cannot be 0"):
-        small.merge(threads=0, out="other")
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("threads", [0, -1, 100_000, "2", 1.0, True])
+def test_threads_that_cannot_be_had_are_refused(small: Family, threads: Any) -> None:
+    with pytest.raises(MethodError, match=f"threads cannot be {threads!r}"):
+        small.merge(threads=threads)
 
 
 @pytest.mark.parametrize("where", ["base", "m1"])
@@ -260,6 +268,71 @@ def test_a_value_too_large_for_the_output_dtype_is_refused(small: Family) -> Non
     with pytest.raises(NonFiniteError, match=r"(a\.weight|b) .*float16") as caught:
         small.merge(out_dtype="float16", scale=1e8)
     assert "--out-dtype" in str(caught.value.hint)
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("method", ["task_arithmetic", "average", "iso_c", "tsv", "ties", "dare"])
+@pytest.mark.parametrize("weight", [1e39, 1e38])
+def test_weights_too_large_for_the_compute_dtype_are_named(
+    small: Family, method: str, weight: float
+) -> None:
+    before = (small.folder / "m1" / "model.safetensors").read_bytes()
+    small.rewrite("m1", a__weight=small.base["a.weight"] + 100)
+    with pytest.raises(NonFiniteError, match=r"a\.weight .* do not fit float32: the weights or"):
+        small.merge(method, weights=weight)
+    (small.folder / "m1" / "model.safetensors").write_bytes(before)
+
+
+def test_the_way_out_of_float32_is_not_float32(small: Family) -> None:
+    with pytest.raises(NonFiniteError, match=r"(a\.weight|b) would .* fit float32") as caught:
+        small.merge(scale=1e39)
+    assert "smaller scale, or --dtype float64 with --out-dtype float64" in str(caught.value.hint)
+    small.merge(scale=1e39, dtype="float64", out_dtype="float64")
+    with pytest.raises(NonFiniteError, match="fit float64") as caught:
+        small.merge(scale=1e300, weights=1e30, dtype="float64", out_dtype="float64", out="other")
+    assert "dtype" not in str(caught.value.hint)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_tensor_that_does_not_fit_into_memory_is_named(small: Family) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Hungry(TaskArithmetic):
+        def finalize(self, total: Tensor, info: Any, ctx: Any) -> Tensor:
+            return torch.empty(1 << 50)
+
+    with pytest.raises(CheckpointError, match=r"not enough memory to merge a\.weight.*96 bytes"):
+        small.merge(Hungry())
+
+
+def test_another_runtime_error_stays_what_it_is(small: Family) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(TaskArithmetic):
+        def finalize(self, total: Tensor, info: Any, ctx: Any) -> Tensor:
+            return total + torch.zeros(7, 7)
+
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        small.merge(Wrong())
+
+
+@pytest.mark.usefixtures("untouched")
+def test_one_model_that_is_no_list_is_refused(small: Family) -> None:
+    for models in (str(small.folder / "m0"), small.folder / "m0"):
+        with pytest.raises(MethodError, match="models must be a list"):
+            merge_checkpoints(small.folder / "base", models, "average", small.folder / "out")  # type: ignore[arg-type]
+
+
+def test_models_may_come_from_an_iterator(small: Family) -> None:
+    models: Any = (small.folder / name for name in ("m0", "m1"))
+    merge_checkpoints(small.folder / "base", models, "task_arithmetic", small.folder / "out")
+    small.merge(out="other")
+    assert files_of(small.folder / "out") == files_of(small.folder / "other")
+
+
+@pytest.mark.usefixtures("untouched")
+def test_an_input_is_found_behind_a_tilde(small: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(small.folder))
+    with pytest.raises(OutputError, match="input '~/m0'"):
+        merge_checkpoints("~/base", ["~/m0"], "average", "~/m0/out")
 
 
 def test_a_failing_decomposition_names_the_tensor(small: Family) -> None:
@@ -291,20 +364,16 @@ def test_a_folder_in_use_and_a_file_are_refused(small: Family) -> None:
     (small.folder / "file").write_text("keep")
     before = files_of(small.folder)
     for out in ("out", "file"):
-        with pytest.raises(OutputError, match="already exists") as caught:
-            small.merge(out=out)
-        assert "--force" in str(caught.value.hint)
+        for force in (False, True):
+            with pytest.raises(OutputError, match="already exists"):
+                small.merge(out=out, force=force)
     assert files_of(small.folder) == before
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_force_replaces_the_old_output_whole(small: Family, kind: str) -> None:
+def test_force_replaces_the_old_output_whole(small: Family) -> None:
     old = small.folder / "out"
-    if kind == "folder":
-        old.mkdir()
-        (old / "model-00001-of-00009.safetensors").write_bytes(b"stale")
-    else:
-        old.write_text("stale")
+    old.mkdir()
+    (old / "model-00001-of-00009.safetensors").write_bytes(b"stale")
     small.merge(force=True)
     assert verify(old).ok
     assert names_in(small.folder) == {"base", "m0", "m1", "out"}
@@ -312,11 +381,11 @@ def test_force_replaces_the_old_output_whole(small: Family, kind: str) -> None:
 
 def test_a_failed_run_with_force_keeps_the_old_output(small: Family) -> None:
     (small.folder / "out").mkdir()
-    (small.folder / "out" / "mine").write_text("keep")
+    (small.folder / "out" / "config.json").write_text("keep")
     small.rewrite("m1", b=torch.full((5,), float("nan")))
     with pytest.raises(NonFiniteError):
         small.merge(force=True)
-    assert files_of(small.folder / "out") == {"mine": b"keep"}
+    assert files_of(small.folder / "out") == {"config.json": b"keep"}
     assert names_in(small.folder) == {"base", "m0", "m1", "out"}
 
 
@@ -345,7 +414,7 @@ def test_a_single_file_input_does_not_claim_its_folder(small: Family) -> None:
 def test_a_parent_that_is_a_file_is_named(small: Family) -> None:
     (small.folder / "file").write_text("keep")
     before = files_of(small.folder)
-    with pytest.raises(CheckpointError, match=r"file.* could not be created: Not a directory"):
+    with pytest.raises(OutputError, match=r"would lie under .*file, which is not a folder"):
         small.merge(out="file/deeper/out")
     assert files_of(small.folder) == before
 
@@ -421,6 +490,33 @@ def test_other_files_of_the_base_come_along_byte_for_byte(small: Family) -> None
     assert got["config.json"] == (small.folder / "base" / "config.json").read_bytes()
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs an unreadable file")
+def test_a_carried_file_that_cannot_be_read_is_named_as_the_bases(small: Family) -> None:
+    (small.folder / "base" / "notes.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"notes\.txt of the base .* could not be read"):
+        small.merge()
+    assert names_in(small.folder) == {"base", "m0", "m1"}
+
+
+def test_a_config_may_hold_what_only_json_can(small: Family) -> None:
+    (small.folder / "base" / "config.json").write_text(r'{"dtype": "float32", "a": "\ud800é"}')
+    small.merge(out_dtype="bfloat16")
+    assert json.loads((small.folder / "out" / "config.json").read_bytes())["a"] == "\ud800é"
+    assert verify(small.folder / "out").ok
+
+
+@pytest.mark.parametrize("moved", ["base", "m1", "m1/model.safetensors"])
+def test_an_input_whose_name_is_not_text_is_merged(small: Family, moved: str) -> None:
+    odd = os.fsdecode(b"caf\xe9.safetensors")
+    (small.folder / moved).rename((small.folder / moved).parent / odd)
+    paths = {name: small.folder / name for name in ("base", "m0", "m1")}
+    paths[moved.partition("/")[0]] = (small.folder / moved).parent / odd
+    base, *models = paths.values()
+    merge_checkpoints(base, models, "task_arithmetic", small.folder / "out")
+    assert verify(small.folder / "out").ok
+    assert "caf?" in (small.folder / "out" / "mergekit_iso.json").read_text()
+
+
 def test_events_tell_of_every_tensor_and_byte(small: Family) -> None:
     events: list[Event] = []
     result = small.merge(on_event=events.append)
@@ -456,6 +552,12 @@ def test_an_unrelated_model_is_warned_of_with_the_ratio(small: Family) -> None:
 def test_a_model_of_the_bases_values_is_warned_of(small: Family) -> None:
     small.rewrite("m1", a__weight=small.base["a.weight"].double(), b=small.base["b"])
     assert any("m1" in w and "identical" in w for w in warnings_of(small))
+
+
+def test_a_model_is_not_called_identical_for_what_is_not_merged(small: Family) -> None:
+    small.rewrite("m1", a__weight=small.base["a.weight"])
+    result = small.merge(keep_base="b")
+    assert any("m1' is identical to the base in all that is merged" in w for w in result.warnings)
 
 
 def test_rounding_noise_is_warned_of_for_spectral_methods_only(small: Family) -> None:

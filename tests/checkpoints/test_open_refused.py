@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def test_a_missing_path_never_goes_to_the_hub(reference: str) -> None:
         open_checkpoint(reference)
     assert repr(reference) in str(caught.value)
     assert "folder" in str(caught.value.hint)
+
+
+def test_a_name_without_its_owner_is_explained() -> None:
+    with pytest.raises(CheckpointError, match="hub id of the form org/name") as caught:
+        open_checkpoint("gpt2")
+    assert "openai-community/gpt2" in str(caught.value.hint)
+
+
+def test_a_pipe_and_a_device_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        assert "is not a folder or a .safetensors file" in refusal(path)
 
 
 def test_a_path_object_never_goes_to_the_hub() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_iso.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from mergekit_iso.errors import IncompatibleError, MethodError
+from mergekit_iso.errors import CheckpointError, IncompatibleError, MethodError
 from mergekit_iso.methods.base import MergeMethod
 from mergekit_iso.plan import Plan, parse_size
 from mergekit_iso.plan import plan as make_plan
@@ -69,6 +70,9 @@ def test_nothing_to_merge(tmp_path: Path) -> None:
     base, _ = pair(tmp_path)
     with pytest.raises(MethodError, match="no models"):
         make_plan(base, [], Sum())
+    for patterns in ("*", ["embed", "mlp", "norm", "head"]):
+        with pytest.raises(MethodError, match="keep_base leaves no tensor"):
+            planned(tmp_path, keep_base=patterns)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,12 @@ def test_nothing_to_merge(tmp_path: Path) -> None:
         ({"out_dtype": "bfloat"}, "bfloat"),
         ({"max_shard_size": "lots"}, "lots"),
         ({"exclude": ["role:heads"]}, "role:heads"),
+        ({"keep_base": "role:heads"}, "role:heads"),
+        ({"exclude": ""}, "exclude cannot be ''"),
+        ({"keep_base": ["norm", ""]}, "keep_base cannot be ''"),
+        ({"seed": "x"}, "seed cannot be 'x'"),
+        ({"round": 1.5}, "round cannot be 1.5"),
+        ({"seed": True}, "seed cannot be True"),
     ],
 )
 def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], word: str) -> None:
@@ -119,6 +129,12 @@ def test_no_sizes(text: int | str) -> None:
     with pytest.raises(MethodError) as caught:
         parse_size(text)
     assert "GiB" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("size", ["9" * 400, 10**400, 1 << 63, "8388608TiB"])
+def test_sizes_beyond_all_disks(size: int | str) -> None:
+    with pytest.raises(MethodError, match=r"less than 2\^63 bytes"):
+        parse_size(size)
 
 
 @pytest.mark.parametrize("limit", [1, 64, 100, 192, 300, 10_000])
@@ -198,6 +214,26 @@ def test_kept_tensors_and_buffers_are_copied(tmp_path: Path) -> None:
     assert plan.warnings == ("2 tensors, weights (1.0,)",)
 
 
+def test_a_pattern_may_stand_alone(tmp_path: Path) -> None:
+    plan = planned(tmp_path, keep_base="norm", exclude="mlp")
+    assert [s.info.name for s in plan.tensors if s.action == "copy"] == ["model.norm.weight"]
+    assert all(info.excluded == ("mlp" in name) for name, info in infos(plan).items())
+    assert (plan.keep_base, plan.exclude) == (("norm",), ("mlp",))
+
+
+def test_roles_are_kept_too(tmp_path: Path) -> None:
+    plan = planned(tmp_path, keep_base=["role:embedding", "role:head", "role:fused"])
+    assert {s.info.name for s in plan.tensors if s.action == "copy"} == {EMBEDDING, HEAD}
+    assert plan.warnings[0] == "the keep_base pattern 'role:fused' matches no tensor"
+
+
+def test_a_single_model_is_no_list(tmp_path: Path) -> None:
+    base, (model,) = pair(tmp_path)
+    for single in (model, model.folder, str(model.folder)):
+        with pytest.raises(MethodError, match="models must be a list"):
+            make_plan(base, single, Sum())  # type: ignore[arg-type]
+
+
 def test_patterns_that_match_nothing_are_warned_of(tmp_path: Path) -> None:
     plan = planned(
         tmp_path, keep_base=["nothing"], exclude=["text_projection", "norm", "role:fused"]
@@ -251,6 +287,13 @@ def test_a_base_without_a_config_gets_none(tmp_path: Path) -> None:
     plan = make_plan(open_checkpoint(base.folder), models, Sum(), out_dtype="float16")
     assert plan.config is None
     assert plan.carried == ()
+
+
+def test_a_carried_file_whose_name_is_not_text_is_named(tmp_path: Path) -> None:
+    base, models = pair(tmp_path)
+    (base.folder / os.fsdecode(b"caf\xe9.txt")).write_text("mine")
+    with pytest.raises(CheckpointError, match=r"not UTF-8: 'caf\\udce9\.txt'"):
+        make_plan(base, models, Sum())
 
 
 def test_a_single_file_carries_nothing(tmp_path: Path) -> None:

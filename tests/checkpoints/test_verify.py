@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +157,57 @@ def test_a_config_that_does_not_fit_the_tensors_is_named(
 ) -> None:
     write_config(out, **changes)
     assert any(expected in problem for problem in verify(out).problems)
+
+
+@pytest.mark.parametrize("value", [7, "x", None, [7, None], {"a": 1}, True, 1.5])
+@pytest.mark.parametrize(
+    "key", ["architectures", "vocab_size", "tie_word_embeddings", "text_config"]
+)
+def test_a_config_of_the_wrong_types_is_no_bug(out: Path, key: str, value: object) -> None:
+    write_config(out, **{key: value})
+    problems = verify(out).problems
+    assert "config.json has been changed: its SHA-256 is not the manifest's" in problems
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"7", b"\xff", b'{"a": ' * 100_000])
+def test_a_config_that_is_no_object_is_named(out: Path, content: bytes) -> None:
+    (out / "config.json").write_bytes(content)
+    assert "config.json is no JSON object" in verify(out).problems
+
+
+def values(document: object, where: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the place of every value in a JSON document."""
+    yield where
+    items = (
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document if isinstance(document, list) else ())
+    )
+    for key, value in items:
+        yield from values(value, (*where, key))
+
+
+@pytest.mark.parametrize("value", [7, "x", "..", None, [], {"a": 1}, "\0"])
+def test_a_manifest_of_the_wrong_types_is_no_bug(out: Path, value: object) -> None:
+    path = out / "mergekit_iso.json"
+    sound = path.read_bytes()
+    for where in values(json.loads(sound)):
+        document = [json.loads(sound)]
+        place: Any = document
+        for key in (0, *where)[:-1]:
+            place = place[key]
+        place[(0, *where)[-1]] = value
+        path.write_text(json.dumps(document[0]))
+        with suppress(CheckpointError):
+            assert isinstance(verify(out).problems, tuple)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"7", b"\xff", b'{"a": ' * 10_000])
+def test_a_damaged_manifest_is_refused(out: Path, content: bytes) -> None:
+    (out / "mergekit_iso.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"mergekit_iso\.json is damaged") as caught:
+        verify(out)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_manifest_is_refused(family: Path) -> None:

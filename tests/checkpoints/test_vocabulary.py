@@ -109,6 +109,25 @@ def test_a_single_file_has_no_tokenizer(tmp_path: Path) -> None:
     assert check_tokenizers(base, [lone]) == []
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"added_tokens": 7, "model": {"vocab": {"a": 0}}},
+        {"added_tokens": [7, {}, {"id": "x"}], "model": {"vocab": {"a": 0}}},
+        {"model": {"vocab": [["a", 0.5], [], 7]}},
+    ],
+)
+def test_a_tokenizer_of_the_wrong_types_is_read_as_far_as_it_goes(
+    tmp_path: Path, document: dict[str, Any]
+) -> None:
+    base = model(tmp_path / "base", {"tokenizer.json": document})
+    same = model(tmp_path / "same", bpe(["a"]))
+    other = model(tmp_path / "other", bpe(["b"]))
+    assert check_tokenizers(base, [same]) == []
+    with pytest.raises(IncompatibleError, match="0 means 'b', in the base 'a'"):
+        check_tokenizers(base, [other])
+
+
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     base = model(tmp_path / "b", bpe(WORDS))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):

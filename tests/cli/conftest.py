@@ -42,6 +42,18 @@ def run(tmp_path: Path) -> Run:
     return run_program
 
 
+def install_plugin(folder: Path, name: str, source: str) -> None:
+    """Make ``folder``, once on the path, hold a package whose module ``name`` is a plug-in."""
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    distribution = name.replace("_", "-")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(f"[mergekit_iso.methods]\n{name} = {name}\n")
+    (folder / f"{name}.py").write_text(source)
+
+
 @dataclass(frozen=True)
 class Family:
     """Folders of a base and two fine-tunes of it, with their tensors by folder name."""

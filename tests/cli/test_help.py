@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mergekit_iso import list_methods
+
+from .conftest import install_plugin
+
 COMMANDS = ("completion", "demo", "env", "merge", "methods", "plan", "verify")
 
 
@@ -62,8 +66,42 @@ def test_completion_script(run, shell: str, word: str) -> None:
     assert word in result.stdout
 
 
-def test_completion_answers_with_commands(run) -> None:
+def complete(run, line: str, **environment: str) -> list[str]:
+    """Return what bash is told when the last word of ``line`` is completed."""
+    words = line.split(" ")
     result = run(
-        _MERGEKIT_ISO_COMPLETE="bash_complete", COMP_WORDS="mergekit-iso m", COMP_CWORD="1"
+        _MERGEKIT_ISO_COMPLETE="bash_complete",
+        COMP_WORDS=line,
+        COMP_CWORD=str(len(words) - 1),
+        **environment,
     )
-    assert result.stdout.split() == ["plain,merge", "plain,methods"]
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.split("\n")[:-1]
+
+
+def test_completion_answers_with_commands(run) -> None:
+    assert complete(run, "mergekit-iso m") == ["plain,merge", "plain,methods"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["merge b", "merge base mo", "merge base model mo", "plan b", "merge b -o o", "verify o"],
+)
+def test_completion_leaves_paths_to_the_shell(run, line: str) -> None:
+    assert complete(run, f"mergekit-iso {line}") == [f"file,{line.split(' ')[-1]}"]
+
+
+@pytest.mark.parametrize("line", ["merge base a --method iso_c", "methods iso_c"])
+def test_completion_knows_the_methods_and_keeps_quiet_on_broken_plugins(
+    run, tmp_path: Path, line: str
+) -> None:
+    install_plugin(tmp_path / "site", "broken_plugin", "1 / 0")
+    answer = complete(run, f"mergekit-iso {line}", PYTHONPATH=str(tmp_path / "site"))
+    names = [entry.name for entry in list_methods() if entry.name.startswith("iso_c")]
+    assert answer == [f"plain,{name}" for name in names]
+
+
+def test_exit_codes_are_listed(run) -> None:
+    text = " ".join(run("--help").stdout.split())
+    codes = text.partition("Exit codes: ")[2].partition("Options:")[0]
+    assert all(code in codes for code in ("0", "1", "2", "3", "4", "129", "130", "141", "143"))

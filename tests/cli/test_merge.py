@@ -108,14 +108,13 @@ def test_keep_base_and_out_dtype(run, family) -> None:
 
 
 def test_an_existing_output_needs_force(run, family) -> None:
-    arguments = ("merge", "base", "a", "b", "--method", "average", "-o", "out")
-    (family.folder / "out").mkdir()
-    (family.folder / "out" / "notes.txt").write_text("mine")
-    refused = run(*arguments)
-    assert refused.returncode == 2
-    assert (family.folder / "out" / "notes.txt").read_text() == "mine"
-    assert run(*arguments, "--dry-run").returncode == 2
-    assert run(*arguments, "--force").returncode == 0
+    out = ("merge", "base", "a", "b", "--method", "average", "-o", "out")
+    assert run(*out, "--scale", "0.5").returncode == 0
+    before = (family.folder / "out" / "model.safetensors").read_bytes()
+    assert run(*out).returncode == 2
+    assert run(*out, "--dry-run").returncode == 2
+    assert (family.folder / "out" / "model.safetensors").read_bytes() == before
+    assert run(*out, "--force").returncode == 0
     assert_same(family.folder / "out", merged(family, "average"))
 
 
@@ -127,6 +126,34 @@ def test_dry_run_prints_what_plan_prints_and_writes_nothing(run, family) -> None
     assert dry.stdout == planned.stdout
     assert "weight 0.5" in planned.stdout
     assert not (family.folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        (["iso_c"], "iso_c, scale 1"),
+        (["iso_c_ns", "--set", "polar.steps=8"], "iso_c_ns, polar.steps=8, scale 1"),
+        (
+            ["iso_c", "--set", "polar=newton_schulz", "--set", "polar.steps=8"],
+            "iso_c, polar=newton_schulz, polar.steps=8, scale 1",
+        ),
+        (
+            ["dare", "--set", "rescale=false", "--scale", "0.5"],
+            "dare, rescale=false, scale 0.5",
+        ),
+    ],
+)
+def test_plan_shows_the_method_as_it_is_typed(run, family, options: list[str], first: str) -> None:
+    text = run("plan", "base", "a", "b", "--method", *options).stdout
+    assert text.splitlines()[0] == first
+
+
+def test_a_tilde_in_the_output_is_the_home_folder(run, family, tmp_path: Path) -> None:
+    home = str(tmp_path / "home")
+    merge = run("merge", "base", "a", "--method", "average", "-o", "~/out", HOME=home)
+    assert merge.returncode == 0, merge.stderr
+    assert (tmp_path / "home" / "out" / "model.safetensors").exists()
+    assert run("verify", "~/out", HOME=home).returncode == 0
 
 
 def test_plan_as_json(run, family) -> None:

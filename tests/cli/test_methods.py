@@ -1,10 +1,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mergekit_iso.methods import list_methods
+
+from .conftest import install_plugin
+
+TAKEN_NAME = """
+from dataclasses import dataclass
+from mergekit_iso.methods import MergeMethod, register
+
+@register("{name}")
+@dataclass(frozen=True, kw_only=True)
+class Mine(MergeMethod):
+    pass
+"""
 
 
 def test_the_list_has_a_line_for_every_method(run) -> None:
@@ -43,3 +56,31 @@ def test_formulas_print_in_any_encoding(run, encoding: str) -> None:
     result = run("methods", "iso_c", PYTHONIOENCODING=encoding)
     assert (result.returncode, result.stderr) == (0, "")
     assert "formula" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import absent_module", "No module named 'absent_module'"),
+        ("raise SystemExit(9)", "SystemExit: 9"),
+        (
+            TAKEN_NAME.format(name="ties"),
+            "a method called 'ties' is registered already, by mergekit_iso.methods.ties",
+        ),
+    ],
+)
+def test_a_broken_plugin_is_named_and_does_no_harm(
+    run, tmp_path: Path, source: str, reason: str
+) -> None:
+    site = tmp_path / "site"
+    install_plugin(site, "broken_plugin", source)
+    install_plugin(site, "working_plugin", TAKEN_NAME.format(name="mine"))
+    result = run("methods", "--json", PYTHONPATH=str(site))
+    assert result.returncode == 0
+    names = [document["name"] for document in json.loads(result.stdout)]
+    assert names == sorted(["mine", *(entry.name for entry in list_methods())])
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith("warning: the plug-in 'broken_plugin' (broken_plugin) ")
+    assert "of broken-plugin 1.0 failed to load" in warning
+    assert warning.endswith(reason)

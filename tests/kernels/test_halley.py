@@ -82,7 +82,7 @@ def test_halley_leaves_null_directions_and_says_so() -> None:
     assert float(residual) > 1e-3
 
 
-@pytest.mark.parametrize("exponent", [-90, -50, 50, 99])
+@pytest.mark.parametrize("exponent", [-90, 99])
 @pytest.mark.parametrize("polar", [Halley(), Fast(), Exact()], ids=repr)
 def test_the_scale_of_the_input_does_not_matter(exponent: int, polar: PolarPolicy) -> None:
     A, _ = matrix("power law 1e3", 800, 780)

@@ -41,6 +41,7 @@ def test_every_case_in_the_interpreter() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_compile_to_tensor_core_code(tmp_path: Path) -> None:
     program = str(HERE / "triton_compile.py")
     run(program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
