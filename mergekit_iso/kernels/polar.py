@@ -75,10 +75,10 @@ class PolarPolicy(Options):
 class Exact(PolarPolicy):
     """As by SVD, with null directions dropped: the semantic reference.
 
-    What is quickest at a float32 SVD's accuracy: a small SVD where the rank is low, the float64
-    eigenvectors of the Gram matrix where one side is twice the other, and for large squares
-    Halley steps of which the first is in float64. Where those leave a direction short of 1, and
-    for everything else, the SVD itself.
+    What is quickest at a float32 SVD's accuracy: a small SVD where the rank is low, for large
+    matrices Halley steps of which the first is in float64, and where those leave a direction
+    short of 1, or the matrix is small, the float64 eigenvectors of the Gram matrix if one side
+    is twice the other. For everything else the SVD itself.
     """
 
     name: ClassVar[str] = "exact"
@@ -94,12 +94,12 @@ class Exact(PolarPolicy):
             return low_rank
         if A.dtype == torch.float32:
             short, long = sorted(A.shape[-2:])
-            if long >= 2 * short and rtol >= null_rtol(A.dtype):
-                return _by_gram(A, rtol)
             if short >= _SMALLEST_MIXED and self.null_rtol is None:
                 quick = _by_halley(A, halley_mixed, _CONVERGED)
                 if quick is not None:
                     return _result(quick, A, torch.zeros(A.shape[:-2]).to(A))
+            if long >= 2 * short and rtol >= null_rtol(A.dtype):
+                return _by_gram(A, rtol)
         return _of_svd(svd(A), A, rtol)
 
 
