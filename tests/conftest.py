@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
@@ -17,6 +18,13 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# A background job of a script starts with SIGINT ignored, nohup with SIGHUP, and what the tests
+# start would inherit that.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        interrupts = number is signal.SIGINT
+        signal.signal(number, signal.default_int_handler if interrupts else signal.SIG_DFL)
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
