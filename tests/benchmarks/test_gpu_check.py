@@ -23,6 +23,7 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
 def test_smoke_run_checks_everything_and_claims_no_time(tmp_path: Path) -> None:
     done = gpu_check("--smoke", "--out", str(tmp_path))
