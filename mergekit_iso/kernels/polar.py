@@ -58,7 +58,7 @@ class PolarResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PolarPolicy(Options):
-    """How a polar factor is computed; a frozen record of options."""
+    """How a polar factor is computed; a frozen record of options. Subclasses decompose."""
 
     name: ClassVar[str] = ""
 
