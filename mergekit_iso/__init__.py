@@ -32,6 +32,9 @@ _HOME = {
     "execute": "execute",
     "plan": "plan",
     "verify": "checkpoints.verify",
+    "LoopedMerger": "loop",
+    "OuterReport": "loop",
+    "simulate": "loop",
 }
 
 __all__ = ["__version__", *_HOME]

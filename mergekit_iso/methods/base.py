@@ -64,15 +64,30 @@ class Requires:
     stats: statistics to gather first: per worker and tensor, per worker over the whole model,
         or over the merged model (``partial`` and ``elect``).
     random: whether ``local`` draws from the seed.
+    wire: narrowest format in which the deltas of whole matrices may cross a network; a method
+        that raises small singular values raises rounding noise with them.
     """
 
     workers: Literal["sum", "each"] = "sum"
     unit: Literal["element", "matrix"] = "element"
     stats: tuple[Stat, ...] = ()
     random: bool = False
+    wire: Literal["float32", "bfloat16", "int8"] = "int8"
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """Step size and Nesterov momentum of the outer optimizer that suit a method."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
 
 
 def _nothing() -> None:
+    return None
+
+
+def _unheard(what: str, value: Tensor) -> None:
     return None
 
 
@@ -85,7 +100,8 @@ class Context:
     workers, what ``measure`` returned for it, and an explicit keep mask (bool, the chunk's
     shape). ``offset`` is the flat index, in the unsharded tensor, of the chunk's first element.
     ``elected()`` returns the merged model's statistic. Engines may gather it, by a pass over
-    all deltas, when it is first asked for: ask only where it makes a difference.
+    all deltas, when it is first asked for: ask only where it makes a difference. ``note`` takes
+    a measurement by name (Iso-C: the ``residual`` of its polar factor), for reports.
     """
 
     weights: tuple[float, ...] = (1.0,)
@@ -96,6 +112,7 @@ class Context:
     stats: Any = None
     mask: Tensor | None = None
     elected: Callable[[], Any] = _nothing
+    note: Callable[[str, Tensor], None] = _unheard
 
     @property
     def weight_sum(self) -> float:
@@ -147,6 +164,13 @@ class MergeMethod(Options):
     def symmetries(self) -> frozenset[Symmetry]:
         """What the operator commutes with; ``mergekit_iso.testing`` holds it to that."""
         return frozenset()
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return the outer optimizer's settings as a DiLoCo outer step of that many workers.
+
+        By default the outer step is the operator's own result.
+        """
+        return OuterSettings()
 
     def check(self, infos: Sequence[TensorInfo], weights: Sequence[float]) -> list[str]:
         """Refuse (MethodError) or warn (sentences) from shapes and weights, before any work."""
@@ -206,12 +230,17 @@ def merge_unit(
     delta at a time, so a ``sum`` method holds two. Where no worker has a weight, one zero delta
     of weight 0 stands for them: a sum is then zero and a mean undefined.
     """
+    return method.finalize(combine_unit(method, workers, info, ctx), info, ctx)
+
+
+def combine_unit(
+    method: MergeMethod, workers: Iterable[Worker], info: TensorInfo, ctx: Context
+) -> Tensor:
+    """Run a method on one unit as :func:`merge_unit` does, up to what ``finalize`` is given."""
     locals_ = (local_delta(method, w, info, ctx) for w in workers)
     if method.requires.workers == "sum":
-        total = weighted_sum(locals_, ctx.weights)
-    else:
-        total = method.combine(list(locals_), info, ctx)
-    return method.finalize(total, info, ctx)
+        return weighted_sum(locals_, ctx.weights)
+    return method.combine(list(locals_), info, ctx)
 
 
 def weighted_sum(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:

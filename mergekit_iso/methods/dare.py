@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import random
 from ..kernels.sparsify import Threshold
 from ..tensors import TensorInfo
-from .base import Context, DeltaStream, MergeMethod, Requires
+from .base import Context, DeltaStream, MergeMethod, OuterSettings, Requires
 from .registry import register
 from .ties import TIES
 
@@ -32,6 +32,10 @@ class DARE(MergeMethod):
 
     requires = Requires(workers="sum", random=True)
     symmetries = frozenset({"scale", "odd"})
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return the authors' of arXiv:2607.03011."""
+        return OuterSettings(lr=1.5)
 
     def local(self, delta: Tensor, info: TensorInfo, ctx: Context) -> Tensor:
         """Drop and rescale: return the delta with dropped entries zero, any shape."""
@@ -57,6 +61,10 @@ class DARETIES(TIES):
     def requires(self) -> Requires:
         """As TIES', and random."""
         return replace(super().requires, random=True)
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return the authors' of arXiv:2607.03011."""
+        return OuterSettings(lr=1.5)
 
     def measure(self, stream: DeltaStream) -> Threshold | None:
         """Return the trim threshold of the deltas after dropping."""

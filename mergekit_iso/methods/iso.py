@@ -31,6 +31,7 @@ from .base import (
     TRANSPOSABLE,
     Context,
     MergeMethod,
+    OuterSettings,
     Requires,
     Symmetry,
     matrix_by_matrix,
@@ -84,7 +85,7 @@ class IsoC(MergeMethod):
     rank_tolerance: RankTolerance = None
 
     name = "iso_c"
-    requires = Requires(workers="sum", unit="matrix")
+    requires = Requires(workers="sum", unit="matrix", wire="bfloat16")
 
     @property
     def symmetries(self) -> frozenset[Symmetry]:
@@ -102,13 +103,18 @@ class IsoC(MergeMethod):
                 hint="use polar=exact",
             )
 
+    def outer(self, workers: int) -> OuterSettings:
+        """Return IsoLoCo's (Horoi et al., arXiv:2607.03011)."""
+        return OuterSettings(lr=1.8, momentum=0.8)
+
     def finalize(self, total: Tensor, info: TensorInfo, ctx: Context) -> Tensor:
         """Return σ̄ U Vᵀ of A (…, m, n); the weighted mean where the tensor is no matrix."""
         if not info.spectral:
             return weighted_mean(total, info, ctx)
         if self.power or self.rank_tolerance is not None:
             return matrix_by_matrix(lambda A, _: self._by_svd(A[0]), [total], ctx)
-        factor, mean, _ = decompose(total, self.polar)
+        factor, mean, residual = decompose(total, self.polar)
+        ctx.note("residual", residual)
         level = mean if self.norm == "nuclear" else rms_singular_value(total)
         return factor * level[..., None, None]
 
@@ -136,7 +142,7 @@ class IsoCTS(MergeMethod):
     power: PowerOption = 0.0
     rank_tolerance: RankTolerance = None
 
-    requires = Requires(workers="each", unit="matrix")
+    requires = Requires(workers="each", unit="matrix", wire="bfloat16")
     symmetries = SPECTRAL
 
     def split(self, r: int, tasks: int) -> tuple[int, int]:
@@ -144,6 +150,10 @@ class IsoCTS(MergeMethod):
         c = int(r * self.common_fraction)
         n = round((r - c) / tasks)  # half to even, as the authors'
         return r - n * tasks, n
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return the authors' of arXiv:2607.03011."""
+        return OuterSettings(lr=3.1)
 
     def check(self, infos: Sequence[TensorInfo], weights: Sequence[float]) -> list[str]:
         """Refuse a matrix too small for one direction per task."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..tensors import TensorInfo
-from .base import LINEAR, Context, MergeMethod, weighted_mean
+from .base import LINEAR, Context, MergeMethod, OuterSettings, weighted_mean
 from .registry import register
+
+_DILOCO = OuterSettings(lr=0.7, momentum=0.9)  # Douillard et al., arXiv:2311.08105, section 3
 
 
 @register(
@@ -22,6 +24,10 @@ class Average(MergeMethod):
     """The mean of the models (model soups; DiLoCo's own aggregation)."""
 
     symmetries = LINEAR
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return DiLoCo's own."""
+        return _DILOCO
 
     def finalize(self, total: Tensor, info: TensorInfo, ctx: Context) -> Tensor:
         """Return the weighted sum over the sum of weights, any shape."""
@@ -39,3 +45,7 @@ class TaskArithmetic(MergeMethod):
     """The sum of the task vectors."""
 
     symmetries = LINEAR
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return DiLoCo's own."""
+        return _DILOCO

@@ -15,7 +15,7 @@ from ..kernels import compiled
 from ..kernels.signs import disjoint_merge, vote
 from ..kernels.sparsify import Threshold, kth_magnitude, largest_threshold, trim
 from ..tensors import TensorInfo
-from .base import Context, DeltaStream, MergeMethod, Requires
+from .base import Context, DeltaStream, MergeMethod, OuterSettings, Requires
 from .registry import register
 
 
@@ -52,6 +52,10 @@ class TIES(MergeMethod):
         if self.scope == "tensor":
             return Requires(workers="each", stats=("worker_tensor",))
         return Requires(workers="each", stats=("worker_model", "merged_model"))
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return the authors' of arXiv:2607.03011."""
+        return OuterSettings(lr=0.7)
 
     def measure(self, stream: DeltaStream) -> Threshold | None:
         """Return the trim threshold over the stream; None keeps everything or nothing.

@@ -20,6 +20,7 @@ from .base import (
     TRANSPOSABLE,
     Context,
     MergeMethod,
+    OuterSettings,
     Requires,
     Symmetry,
     matrix_by_matrix,
@@ -50,7 +51,7 @@ class TSV(MergeMethod):
         Field(ge=0, lt=1, description="drop σ ≤ this·σ₁ of each delta; None drops null ones"),
     ] = None
 
-    requires = Requires(workers="each", unit="matrix")
+    requires = Requires(workers="each", unit="matrix", wire="bfloat16")
 
     @property
     def symmetries(self) -> frozenset[Symmetry]:
@@ -63,6 +64,10 @@ class TSV(MergeMethod):
         # The authors' product of floats: at T = 49 it is one less than r // T for multiples of 49.
         k = int(r * (1 / tasks if self.rank_fraction is None else self.rank_fraction))
         return min(r, max(k, self.min_rank))
+
+    def outer(self, workers: int) -> OuterSettings:
+        """Return the authors' of arXiv:2607.03011, who add the deltas up where a loop averages."""
+        return OuterSettings(lr=0.6 * workers)
 
     def check(self, infos: Sequence[TensorInfo], weights: Sequence[float]) -> list[str]:
         """Warn of matrices so small that no task keeps a direction (T > r)."""

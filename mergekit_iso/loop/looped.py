@@ -1,0 +1,157 @@
+"""LoopedMerger: any merge operator as a DiLoCo outer step, in three lines of a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..methods.base import MergeMethod
+from ..methods.registry import resolve_method
+from .agreement import check_agreement
+from .comm import Comm, as_group
+from .exchange import Exchange, GroupExchange, LocalExchange
+from .outer_loop import OuterLoop, outer_factory
+from .owner import OuterFactory
+from .owners import assign, cost
+from .parameters import Parameters
+from .report import OnReport, OuterReport
+from .settings import DEFAULT_LOOP_EXCLUDE, Apply, LoopSettings, Order, Wire
+
+
+class LoopedMerger(OuterLoop):
+    """The outer step of DiLoCo around a training loop, with a merge operator in place of the mean.
+
+    Every ``sync_every`` iterations the workers' deltas from their common anchor are merged by
+    ``method``; minus the result is the pseudo-gradient of an outer optimizer on float32 masters,
+    whose new values all workers go on from (Douillard et al., arXiv:2311.08105; IsoLoCo: Horoi et
+    al., arXiv:2607.03011). The model is updated in place and its gradients are never touched.
+
+    Args:
+        model: the worker's model, on its device; wrapped by DDP, fully_shard or torch.compile as
+            you like. Frozen parameters stay out, tied ones count once. All workers get rank 0's
+            values.
+        method: an operator's name, with its options beside it, or a method object.
+        group: the workers: a process group or 1-D DeviceMesh. None is the default group, or one
+            worker where torch.distributed is not initialised.
+        outer: a factory from a list of tensors to a torch optimizer. Without it SGD with
+            ``outer_lr``, ``outer_momentum`` and ``nesterov`` (default: where there is momentum);
+            what is None is as published for the method.
+        anchor_device: where the anchor is kept; None is beside the parameters.
+        on_event: called with each OuterReport.
+        **options: the method's options, where it is given by name.
+
+    The other arguments are described in :class:`LoopSettings`.
+
+    Raises:
+        MethodError: a method, option or setting that does not exist or fit.
+        IncompatibleError: workers with different models, methods or settings; no trainable
+            parameter.
+        SyncError: the group does not work, or this process is no member of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: str | MergeMethod = "iso_c",
+        *,
+        sync_every: int = 30,
+        group: ProcessGroup | DeviceMesh | None = None,
+        outer: OuterFactory | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        nesterov: bool | None = None,
+        order: Order = "merge_then_momentum",
+        fragments: int = 1,
+        delay: int = 0,
+        apply: Apply = "overwrite",
+        mix: float = 0.5,
+        wire: Wire = "float32",
+        deterministic: bool = False,
+        anchor_device: torch.device | str | None = None,
+        weights: str = "uniform",
+        on_failure: str = "raise",
+        nonfinite: str = "raise",
+        min_workers: int = 1,
+        verify_every: int = 0,
+        exclude: str | Sequence[str] = DEFAULT_LOOP_EXCLUDE,
+        seed: int = 0,
+        bucket_bytes: int = 64 << 20,
+        report: str = "cheap",
+        on_event: OnReport | None = None,
+        **options: Any,
+    ) -> None:
+        operator = resolve_method(method, options)
+        settings = LoopSettings(
+            sync_every=sync_every,
+            fragments=fragments,
+            delay=delay,
+            apply=apply,
+            mix=mix,
+            order=order,
+            wire=wire,
+            deterministic=deterministic,
+            weights=weights,  # type: ignore[arg-type]  # validated by LoopSettings
+            on_failure=on_failure,  # type: ignore[arg-type]
+            nonfinite=nonfinite,  # type: ignore[arg-type]
+            min_workers=min_workers,
+            verify_every=verify_every,
+            exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
+            seed=seed,
+            bucket_bytes=bucket_bytes,
+            report=report,  # type: ignore[arg-type]
+        )
+        parameters = Parameters(model, settings.exclude)
+        members = as_group(group)
+        exchange: Exchange = LocalExchange(1)
+        rank = 0
+        if members is not None:
+            comm = Comm(members, _wire_device(parameters, members))
+            rank = comm.rank
+            factory = outer_factory(operator, comm.size, outer, outer_lr, outer_momentum, nesterov)
+            said = "given" if outer else str((outer_lr, outer_momentum, nesterov))
+            check_agreement(comm, parameters, operator, settings, said)
+            _broadcast(comm, parameters)
+            if comm.size > 1:
+                costs = [cost(s.info, operator.requires, comm.size) for s in parameters.slots]
+                exchange = GroupExchange(comm, assign(costs, comm.size), bucket_bytes)
+        else:
+            factory = outer_factory(operator, 1, outer, outer_lr, outer_momentum, nesterov)
+        super().__init__(
+            [parameters],
+            operator,
+            settings,
+            exchange,
+            factory,
+            first_worker=rank,
+            anchor_device=None if anchor_device is None else torch.device(anchor_device),
+            on_event=on_event,
+        )
+
+    def step(self, *, tokens: float = 0) -> OuterReport | None:
+        """Count one iteration, after the inner optimizer's step; sync where a round is complete.
+
+        ``tokens`` are those of this iteration, on this worker. Count iterations, also those in
+        which a gradient scaler skipped the inner step, so that workers stay together.
+        Returns the report of a sync, else None. Raises what :meth:`sync` does.
+        """
+        return self.sync() if self._count([float(tokens)]) else None
+
+
+def _wire_device(parameters: Parameters, group: ProcessGroup) -> torch.device:
+    device = parameters.local()[0].device
+    return torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else device
+
+
+@torch.no_grad()
+def _broadcast(comm: Comm, parameters: Parameters) -> None:
+    """Give every worker rank 0's parameters and buffers."""
+    buffers = [b.detach() for b in parameters.buffers.values()]
+    for x in (*parameters.local(), *buffers):
+        moved = x.to(comm.device, copy=True, memory_format=torch.contiguous_format)
+        comm.broadcast(moved.view(-1), 0).wait()
+        x.copy_(moved.view(x.shape))

@@ -1,0 +1,116 @@
+"""The vote before bulk traffic: who takes part in a round, and with what weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from ..errors import IncompatibleError, NonFiniteError, SyncError
+from .contribution import Source
+from .parameters import Slot
+from .settings import LoopSettings
+
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What one worker says before a sync; all numbers, so that it is one row of a tensor.
+
+    ``bad`` is the index of its first tensor with a NaN or infinity, ``changed`` that of a
+    parameter which is no longer what it was at construction; −1 is none.
+    """
+
+    round: int
+    step: int
+    fragment: int
+    tokens: float
+    norm: float
+    bad: int = _NONE
+    changed: int = _NONE
+
+    def row(self) -> Tensor:
+        """Return the ballot as float64 (n,)."""
+        return torch.tensor(astuple(self), dtype=torch.float64)
+
+    @classmethod
+    def read(cls, row: Tensor) -> Ballot:
+        """Return the ballot that a row stands for."""
+        round_, step, fragment, tokens, norm, bad, changed = row.tolist()
+        return cls(int(round_), int(step), int(fragment), tokens, norm, int(bad), int(changed))
+
+
+@dataclass(frozen=True)
+class Participants:
+    """Who takes part in a round, by worker number in order, with weights that sum to 1."""
+
+    workers: tuple[int, ...]
+    weights: tuple[float, ...]
+    norms: tuple[float, ...]
+    tokens: float
+    left_out: tuple[str, ...] = ()
+
+
+def measure(source: Source, slots: Sequence[Slot]) -> tuple[float, int]:
+    """Return ‖Δ_r‖ over all slots, and the index of the first slot that is not finite, or −1."""
+    total = 0.0
+    for slot in slots:
+        norm = float(torch.linalg.vector_norm(source.delta(slot), dtype=torch.float64))
+        if not isfinite(norm):
+            return norm, slot.index
+        total += norm * norm
+    return sqrt(total), _NONE
+
+
+def count(ballots: Sequence[Ballot], settings: LoopSettings, names: Sequence[str]) -> Participants:
+    """Return who takes part. Every process comes to the same result from the same ballots.
+
+    Raises:
+        IncompatibleError: a worker's parameters changed, or workers are at different steps.
+        NonFiniteError: a worker is not finite, and ``nonfinite`` is "raise".
+        SyncError: fewer than ``min_workers`` are left, or ``weights="tokens"`` without tokens.
+    """
+    for r, ballot in enumerate(ballots):
+        if ballot.changed != _NONE:
+            where = f", the first is {names[ballot.changed]}" if ballot.changed < len(names) else ""
+            raise IncompatibleError(
+                f"the trainable parameters of worker {r} changed since the merger was made{where}",
+                hint="make a new LoopedMerger after adding, freezing or replacing parameters",
+            )
+        mine, first = (ballot.step, ballot.fragment), (ballots[0].step, ballots[0].fragment)
+        if mine != first or ballot.round != ballots[0].round:
+            raise IncompatibleError(
+                f"worker {r} is at step {ballot.step} of round {ballot.round} and worker 0 at "
+                f"step {first[0]} of round {ballots[0].round}",
+                hint="call step() once per iteration on every worker",
+            )
+    bad = [r for r, ballot in enumerate(ballots) if ballot.bad != _NONE]
+    sentences = tuple(f"worker {r} has a NaN or infinity in {names[ballots[r].bad]}" for r in bad)
+    if bad and settings.nonfinite == "raise":
+        raise NonFiniteError(
+            "; ".join(sentences), hint="the anchor is restored; nonfinite='leave_out' goes on"
+        )
+    workers = tuple(r for r in range(len(ballots)) if r not in bad)
+    if len(workers) < settings.min_workers:
+        raise SyncError(
+            f"{len(workers)} of {len(ballots)} workers can take part, fewer than "
+            f"min_workers={settings.min_workers}" + (f": {'; '.join(sentences)}" if bad else "")
+        )
+    tokens = sum(ballots[r].tokens for r in workers)
+    shares = [ballots[r].tokens if settings.weights == "tokens" else 1.0 for r in workers]
+    if sum(shares) <= 0:
+        raise SyncError(
+            "weights='tokens' needs the tokens of a round, and none were reported",
+            hint="call step(tokens=…) with the number of tokens of every iteration",
+        )
+    return Participants(
+        workers,
+        tuple(share / sum(shares) for share in shares),
+        tuple(ballots[r].norm for r in workers),
+        tokens,
+        sentences,
+    )
