@@ -55,6 +55,17 @@ class Exchange(Protocol):
         """Yield every slot that this process decides, with the participants' contributions."""
         ...
 
+    @property
+    def reduces(self) -> bool:
+        """Whether sums are formed on the way, by ``collect_sums`` in place of ``collect``."""
+        ...
+
+    def collect_sums(
+        self, slots: Sequence[Slot], term: Callable[[Slot], Tensor]
+    ) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield every slot that this process decides, with the sum of all workers' terms."""
+        ...
+
     def distribute(
         self,
         slots: Sequence[Slot],
@@ -68,6 +79,8 @@ class Exchange(Protocol):
 
 class LocalExchange:
     """All workers are in this process: nothing moves."""
+
+    reduces = False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -92,6 +105,12 @@ class LocalExchange:
         for slot in slots:
             yield slot, [sources[r].contribution(slot) for r in participants]
 
+    def collect_sums(
+        self, slots: Sequence[Slot], term: Callable[[Slot], Tensor]
+    ) -> Iterator[tuple[Slot, Tensor]]:
+        """Not used: nothing is on the way."""
+        raise NotImplementedError
+
     def distribute(
         self,
         slots: Sequence[Slot],
@@ -109,12 +128,15 @@ class GroupExchange:
     """One worker in this process, the others reached through a process group.
 
     ``owners`` is the owner's rank of every slot, by index. Contributions travel by all-to-all
-    in buckets, the next one under way while the owner works on the last.
+    in buckets, the next one under way while the owner works on the last. With ``reduces`` they
+    are added up on the way, by reduce-scatter: the same bytes, the order of summation left to
+    the backend.
     """
 
     comm: Comm
     owners: Sequence[int]
     bucket_bytes: int
+    reduces: bool = False
 
     @property
     def workers(self) -> int:
@@ -152,6 +174,28 @@ class GroupExchange:
                 under_way.append(self._send(groups[k + 1], source))
             received = under_way.pop(0).wait()
             yield from self._unpack(group, source, received, participants)
+
+    def collect_sums(
+        self, slots: Sequence[Slot], term: Callable[[Slot], Tensor]
+    ) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield every slot of this rank, with the sum of all ranks' terms in compute dtype."""
+        for dtype in dict.fromkeys(s.compute for s in slots):
+            of_dtype = [s for s in slots if s.compute == dtype]
+            sizes = [s.info.numel * dtype.itemsize for s in of_dtype]
+            for group in self._buckets(of_dtype, sizes):
+                parts: list[list[Slot]] = [[] for _ in range(self.comm.size)]
+                for slot in group:
+                    parts[self.owners[slot.index]].append(slot)
+                nothing = torch.empty(0, dtype=dtype, device=self.comm.device)
+                send = [
+                    torch.cat([nothing, *(term(s).reshape(-1).to(nothing.device) for s in part)])
+                    for part in parts
+                ]
+                mine = parts[self.comm.rank]
+                sums = self.comm.reduce_scatter(send).wait()
+                numels = [s.info.numel for s in mine]
+                for slot, total in zip(mine, sums.split(numels), strict=True):
+                    yield slot, total.view(slot.info.shape)
 
     def distribute(
         self,

@@ -118,7 +118,12 @@ class LoopedMerger(OuterLoop):
             _broadcast(comm, parameters)
             if comm.size > 1:
                 costs = [cost(s.info, operator.requires, comm.size) for s in parameters.slots]
-                exchange = GroupExchange(comm, assign(costs, comm.size), bucket_bytes)
+                exchange = GroupExchange(
+                    comm,
+                    assign(costs, comm.size),
+                    bucket_bytes,
+                    reduces=_reduces(comm, parameters, operator, settings),
+                )
         else:
             factory = outer_factory(operator, 1, outer, outer_lr, outer_momentum, nesterov)
         super().__init__(
@@ -140,6 +145,23 @@ class LoopedMerger(OuterLoop):
         Returns the report of a sync, else None. Raises what :meth:`sync` does.
         """
         return self.sync() if self._count([float(tokens)]) else None
+
+
+def _reduces(
+    comm: Comm, parameters: Parameters, method: MergeMethod, settings: LoopSettings
+) -> bool:
+    """Whether sums are best formed on the way.
+
+    That is where the backend's reduce-scatter sends a share only, the operator needs but the sum,
+    and values are no narrower than their deltas.
+    """
+    return (
+        comm.backend == "nccl"
+        and method.requires.workers == "sum"
+        and settings.wire == "float32"
+        and not settings.deterministic
+        and all(s.info.dtype == s.compute for s in parameters.slots)
+    )
 
 
 def _wire_device(parameters: Parameters, group: ProcessGroup) -> torch.device:

@@ -60,6 +60,23 @@ def combine(
     return by_units(method, slot, ctx, work, gathered.anchor.device)
 
 
+def term(method: MergeMethod, source: Source, slot: Slot, weight: float, ctx: Context) -> Tensor:
+    """Return one worker's term of the sum, w_r · local(Δ_r); zero where it takes no part.
+
+    The shape is the slot's, the dtype its compute dtype.
+    """
+    values, anchor = source.values[slot.index], source.anchor[slot.index]
+    if weight == 0:  # not a product with it: the values may be NaN
+        return torch.zeros(values.shape, dtype=slot.compute, device=values.device)
+    contribution = Contribution(source.worker, values, is_delta=False)
+
+    def work(part: slice | None, unit: Context) -> Tensor:
+        worker = Worker(source.worker, contribution.delta(anchor, slot.compute, part))
+        return local_delta(method, worker, slot.info, unit) * weight
+
+    return by_units(method, slot, ctx, work, values.device)
+
+
 def finalize(method: MergeMethod, slot: Slot, total: Tensor, ctx: Context) -> Tensor:
     """Return ``method.finalize`` of a combined tensor, unit by unit."""
 

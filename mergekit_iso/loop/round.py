@@ -14,7 +14,7 @@ from ..methods.base import Context, MergeMethod
 from .contribution import Source
 from .exchange import Exchange, Land
 from .guard import Guard
-from .operate import Gathered, combine, finalize, partials, stream
+from .operate import Gathered, combine, finalize, partials, stream, term
 from .owner import Owner, Saved
 from .parameters import Slot
 from .report import Observed, Observer, OuterReport, Stopwatch
@@ -140,6 +140,9 @@ class Round:
             if self.settings.report == "full":
                 observer.spectra(gathered, merged)
 
+        if self.exchange.reduces:
+            self._combine_sums(participants, ctx, combined, finalized=finalized)
+            return combined
         votes = "merged_model" in self.method.requires.stats
         held: list[Gathered] = []
         shares: list[int] = [0] * len(self.sources)
@@ -163,6 +166,31 @@ class Round:
                 for gathered in held:
                     self._guard.run(gathered.slot.name, merge, gathered, ctx)
         return combined
+
+    def _combine_sums(
+        self,
+        participants: Participants,
+        ctx: Context,
+        combined: dict[int, Tensor],
+        *,
+        finalized: bool,
+    ) -> None:
+        (source,) = self.sources
+        weights = dict(zip(participants.workers, participants.weights, strict=True))
+        weight = weights.get(source.worker, 0.0)
+
+        def term_of(slot: Slot) -> Tensor:
+            found = self._guard.run(slot.name, term, self.method, source, slot, weight, ctx)
+            return source.delta(slot).zero_() if found is None else found
+
+        for slot, total in self._watch.timed(
+            "exchange", self.exchange.collect_sums(self.slots, term_of)
+        ):
+            with self._watch.phase("operator"):
+                combined[slot.index] = total
+                if finalized:
+                    merged = self._guard.run(slot.name, finalize, self.method, slot, total, ctx)
+                    combined[slot.index] = total if merged is None else merged
 
     def _move(
         self, combined: Mapping[int, Tensor], saved: Saved, ctx: Context, observer: Observer
