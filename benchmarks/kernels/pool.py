@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -22,25 +21,12 @@ import click
 import torch
 from torch import Tensor
 
+from mergekit_iso.kernels.pool import map_matrices
+
 from ..machine import machine
 from .candidates import candidates
 from .inputs import Case, synthetic
 from .real_deltas import SMOKE, Run, real_deltas
-
-
-def cost(A: Tensor) -> int:
-    """Return m·n·min(m, n), by which matrices are ordered."""
-    return A.numel() * min(A.shape)
-
-
-def work_through(
-    matrices: Sequence[Tensor], function: Callable[[Tensor], object], workers: int
-) -> None:
-    """Apply ``function`` to every matrix, the costliest first, each by one thread."""
-    ordered = sorted(matrices, key=cost, reverse=True)
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for _ in pool.map(function, ordered):
-            pass
 
 
 def measure(
@@ -49,11 +35,11 @@ def measure(
     """Return wall and CPU seconds of one worker and of several, in turn, and their ratios."""
     wall: dict[int, list[float]] = {1: [], workers: []}
     cpu: dict[int, list[float]] = {1: [], workers: []}
-    work_through(matrices[:workers], function, workers)
+    map_matrices(function, matrices[:workers], workers)
     for _ in range(times):
         for count in wall:
             start = perf_counter(), process_time()
-            work_through(matrices, function, count)
+            map_matrices(function, matrices, count)
             wall[count].append(perf_counter() - start[0])
             cpu[count].append(process_time() - start[1])
     wall_pairs = zip(wall[1], wall[workers], strict=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import MethodError
 from ..options import Options
-from .halley import deviation, halley, halley_mixed
+from .halley import deviation, halley, halley_mild, halley_mixed
 from .newton_schulz import (
     POLISH,
     SCHEDULES,
@@ -34,9 +34,12 @@ from .spectrum import SVD, low_rank_svd, normalised, null_rtol, polar_by_gram, s
 _MOST_POLISH_STEPS = 12
 # Below these sizes LAPACK's SVD is the quickest (measured in docs/explanation/polar-factor.md).
 _SMALLEST_MIXED = 768
+_SMALLEST_MILD = 256
 _SMALLEST_HALLEY = 512
 # Halley's legs before the polish leave this deviation at most; one null direction far more.
 _CONVERGED = 3e-3
+# halley_mild leaves 1e-4 at most of the matrices that it is made for.
+_CONVERGED_MILD = 2e-4
 # Iterations in float16 reach this on spectra down to a condition of 1e3.
 _HALF_PRECISION = 2e-2
 
@@ -75,10 +78,11 @@ class PolarPolicy(Options):
 class Exact(PolarPolicy):
     """As by SVD, with null directions dropped: the semantic reference.
 
-    What is quickest at a float32 SVD's accuracy: a small SVD where the rank is low, for large
-    matrices Halley steps of which the first is in float64, and where those leave a direction
-    short of 1, or the matrix is small, the float64 eigenvectors of the Gram matrix if one side
-    is twice the other. For everything else the SVD itself.
+    What is quickest at a float32 SVD's accuracy: a small SVD where the rank is low, Halley steps
+    in float32 for oblong matrices of a condition below ten, for other large ones Halley steps of
+    which the first is in float64, and where those leave a direction short of 1, or the matrix
+    is small, the float64 eigenvectors of the Gram matrix if one side is twice the other. For
+    everything else the SVD itself.
     """
 
     name: ClassVar[str] = "exact"
@@ -94,10 +98,8 @@ class Exact(PolarPolicy):
             return low_rank
         if A.dtype == torch.float32:
             short, long = sorted(A.shape[-2:])
-            if short >= _SMALLEST_MIXED and self.null_rtol is None:
-                quick = _by_halley(A, halley_mixed, _CONVERGED)
-                if quick is not None:
-                    return _result(quick, A, torch.zeros(A.shape[:-2]).to(A))
+            if self.null_rtol is None and (quick := _by_exact_halley(A)) is not None:
+                return _result(quick, A, torch.zeros(A.shape[:-2]).to(A))
             if long >= 2 * short and rtol >= null_rtol(A.dtype):
                 return _by_gram(A, rtol)
         return _of_svd(svd(A), A, rtol)
@@ -332,6 +334,18 @@ def _by_halley(
     if not bool((left <= most).all()):
         return None
     return X.mT if A.shape[-2] > A.shape[-1] else X
+
+
+def _by_exact_halley(A: Tensor) -> Tensor | None:
+    """Return the polar factor as accurate as a float32 SVD's, or None where Halley steps fail."""
+    short, long = sorted(A.shape[-2:])
+    quick = None
+    # Squares are hardly ever as well-conditioned as that.
+    if short >= _SMALLEST_MILD and long >= 1.5 * short:
+        quick = _by_halley(A, halley_mild, _CONVERGED_MILD)
+    if quick is None and short >= _SMALLEST_MIXED:
+        quick = _by_halley(A, halley_mixed, _CONVERGED)
+    return quick
 
 
 def _by_low_rank(A: Tensor, rtol: float) -> PolarResult | None:

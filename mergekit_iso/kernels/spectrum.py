@@ -1,4 +1,4 @@
-"""Singular values and vectors with null directions dropped, and flattened spectra."""
+"""Singular values and vectors of whole matrices, null directions, and flattened spectra."""
 
 from __future__ import annotations
 
@@ -86,19 +86,6 @@ def low_rank_svd(A: Tensor) -> SVD | None:
         return None
     U, sigma, Vh = (Q @ small.U).to(A), small.sigma.to(A), small.Vh.to(A)
     return SVD(U, sigma * largest[0], Vh)
-
-
-def leading(A: Tensor, rank: int | None = None, rtol: float | None = None) -> SVD:
-    """Return the leading singular triplets of one matrix A (m, n), at most ``rank`` of them.
-
-    Directions with σ_i ≤ rtol·σ₁ (default :func:`null_rtol`) are dropped: they are rounding,
-    and their vectors are whatever the solver left there. A zero matrix has none.
-    """
-    U, sigma, Vh = low_rank_svd(A) or svd(A)
-    rtol = null_rtol(A.dtype) if rtol is None else rtol
-    k = int((sigma > rtol * sigma[:1]).sum())
-    k = k if rank is None else min(k, rank)
-    return SVD(U[:, :k], sigma[:k], Vh[:k])
 
 
 def polar_by_gram(A: Tensor, rtol: float) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import MethodError
+from ..kernels.leading import leading, leading_beyond
 from ..kernels.polar import (
     Exact,
     Fast,
@@ -24,7 +25,7 @@ from ..kernels.polar import (
     polar_factor,
     rank_cutoff,
 )
-from ..kernels.spectrum import Norm, flatten, leading, rms_singular_value
+from ..kernels.spectrum import SVD, Norm, flatten, rms_singular_value
 from ..tensors import TensorInfo
 from .base import (
     SPECTRAL,
@@ -179,14 +180,15 @@ class IsoCTS(MergeMethod):
         A = weighted_sum(deltas, ctx.weights)
         rtol = rank_cutoff(self.polar, self.rank_tolerance, A.dtype)
         common = leading(A, c, rtol)
-        parts = [common]
+        own: list[SVD] = []
         if n:
-            for w, D in zip(ctx.weights, deltas, strict=True):
-                own = w * D
-                parts.append(leading(own - common.U @ (common.U.T @ own), n, rtol))
-        s = torch.cat([p.sigma for p in parts])
+            weighted = [w * D for w, D in zip(ctx.weights, deltas, strict=True)]
+            own = leading_beyond(common.U, weighted, n, rtol)
+        s = torch.cat([p.sigma for p in (common, *own)])
         if len(s) == 0:
             return torch.zeros_like(A)
-        U_perp = polar_factor(torch.cat([p.U for p in parts], dim=1), self.polar)
-        V_perp_h = polar_factor(torch.cat([p.Vh for p in parts], dim=0), self.polar)
+        # U_c is orthogonal to every Uₜ, so polar(U*) leaves it alone; V_c is not to the Vₜ.
+        U_own = [polar_factor(torch.cat([p.U for p in own], dim=1), self.polar)] if own else []
+        U_perp = torch.cat([common.U, *U_own], dim=1)
+        V_perp_h = polar_factor(torch.cat([p.Vh for p in (common, *own)], dim=0), self.polar)
         return (U_perp * flatten(s, r, self.norm, self.power)) @ V_perp_h

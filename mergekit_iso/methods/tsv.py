@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..kernels.leading import leading
 from ..kernels.polar import Exact, Polar, polar_factor, rank_cutoff
-from ..kernels.spectrum import leading
 from ..tensors import TensorInfo
 from .base import (
     TRANSPOSABLE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mergekit_iso.kernels.halley import halley, image, legs, weights
+from mergekit_iso.kernels.halley import halley, halley_mild, image, legs, weights
 from mergekit_iso.kernels.polar import Exact, Fast, Halley, PolarPolicy, decompose
 from mergekit_iso.kernels.products import (
     commuting_product,
@@ -197,3 +197,23 @@ def test_the_gram_matrix_shows_null_directions(rank: int) -> None:
         assert relative(factor, exact_polar(A, rank)) < 1e-5
     else:
         assert not factor.any()
+
+
+@pytest.mark.parametrize("shape", [(256, 400), (400, 256), (300, 900)], ids=str)
+def test_exact_on_mild_oblongs_is_as_accurate_as_a_float32_svd(shape: tuple[int, int]) -> None:
+    A = gaussian(*shape, dtype=torch.float32)
+    U, _, Vh = torch.linalg.svd(A, full_matrices=False)
+    expected = exact_polar(A)
+    result = decompose(A, Exact())
+    assert relative(result.factor, expected) < relative(U @ Vh, expected)
+    assert float(result.residual) == 0
+    X = A if shape[0] < shape[1] else A.T
+    assert float(halley_mild(X)[1]) < 2e-4
+
+
+@pytest.mark.parametrize("smallest", [0.0, 1e-3, 0.02, 0.05])
+def test_mild_steps_show_a_direction_that_they_leave_short(smallest: float) -> None:
+    sigma = torch.ones(256, dtype=torch.float64)
+    sigma[-1] = smallest
+    _, left = halley_mild(with_spectrum(sigma, 256, 400).float())
+    assert float(left) > 2e-4

@@ -1,4 +1,4 @@
-"""Singular triplets without null directions, and flattened spectra."""
+"""Singular triplets of whole matrices, and flattened spectra."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mergekit_iso.kernels.spectrum import flatten, leading, null_rtol, rms_singular_value, svd
-from tests.kernels.matrices import gaussian, relative, with_spectrum
+from mergekit_iso.kernels.spectrum import flatten, rms_singular_value, svd
+from tests.kernels.matrices import gaussian, relative
 
 SIGMA = torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64)
 
@@ -21,34 +21,6 @@ def test_svd_gives_the_matrix_back_at_every_size(shape: tuple[int, int], size: f
     U, sigma, Vh = svd(A)
     assert relative(((U * (sigma / size)) @ Vh), A / size) < 1e-6
     assert bool((sigma[:-1] >= sigma[1:]).all())
-
-
-def test_leading_triplets() -> None:
-    A = with_spectrum(SIGMA, 6, 5)
-    for rank in (0, 1, 3, 4):
-        U, sigma, Vh = leading(A, rank)
-        assert (U.shape, sigma.shape, Vh.shape) == ((6, rank), (rank,), (rank, 5))
-        assert torch.allclose(sigma, SIGMA[:rank], rtol=1e-12)
-        assert torch.allclose((U * sigma) @ Vh @ Vh.T, A @ Vh.T, atol=1e-12)
-
-
-def test_null_directions_are_never_led() -> None:
-    A = with_spectrum(SIGMA, 6, 5)
-    assert len(leading(A).sigma) == 4
-    assert len(leading(A, 5).sigma) == 4
-    assert len(leading(A, rtol=0.2).sigma) == 3
-    assert len(leading(A, 2, rtol=0.2).sigma) == 2
-
-
-def test_zero_has_no_direction() -> None:
-    U, sigma, Vh = leading(torch.zeros(4, 3))
-    assert (U.shape, sigma.shape, Vh.shape) == ((4, 0), (0,), (0, 3))
-
-
-def test_a_direction_at_the_tolerance_is_dropped() -> None:
-    assert null_rtol(torch.float32) == 16 * torch.finfo(torch.float32).eps
-    A = torch.diag(torch.tensor([1.0, 0.25, 0.125]))
-    assert len(leading(A, rtol=0.25).sigma) == 1
 
 
 @pytest.mark.parametrize(("norm", "value"), [("nuclear", 15 / 4), ("frobenius", (85 / 4) ** 0.5)])
