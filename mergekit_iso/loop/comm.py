@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,14 @@ from ..errors import SyncError
 class Traffic:
     """Bytes this rank has sent and received: payload, and control messages apart.
 
-    A broadcast counts at its root once per other rank, as all of them have to get it.
+    A broadcast counts at its root once per other rank, as all of them have to get it. ``inner``
+    is what this rank has sent to other ranks of its own worker.
     """
 
     sent: int = 0
     received: int = 0
     control: int = 0
+    inner: int = 0
 
 
 @dataclass
@@ -32,40 +35,48 @@ class Comm:
     """One rank's side of a process group.
 
     ``device`` is where tensors that cross the group live. Every failure of a collective (a peer
-    that died or stalled, a destroyed group) raises SyncError.
+    that died or stalled, a destroyed group) raises SyncError, and ``failed`` says from then on
+    that the group is of no more use.
     """
 
     group: dist.ProcessGroup
     device: torch.device
     rank: int = field(init=False)
     size: int = field(init=False)
+    backend: str = field(init=False)
     traffic: Traffic = field(default_factory=Traffic)
+    failed: bool = False
 
     def __post_init__(self) -> None:
-        with failures("joining the process group"):
+        with self.failures("joining the process group"):
             self.rank = dist.get_rank(self.group)
             self.size = dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise SyncError(
-                "this process is not a member of the process group given",
-                hint="build the group from the ranks that call LoopedMerger",
-            )
+            self.backend = str(dist.get_backend(self.group))
 
-    @property
-    def backend(self) -> str:
-        """The backend that serves ``device``."""
-        return str(dist.get_backend(self.group))
+    @contextmanager
+    def failures(self, what: str) -> Iterator[None]:
+        """Raise SyncError in place of whatever torch.distributed raises in the block."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
+            self.failed = True
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise SyncError(
+                f"{what} failed: {reason}",
+                hint="a worker died, stalled beyond the group's timeout or left; "
+                "go on in a new group of those that are left",
+            ) from error
 
     def all_to_all(self, send: Tensor, send_sizes: list[int], sizes: list[int]) -> Future:
         """Start sending uint8 slices of ``send`` to every rank; the future gives what came."""
         recv = send.new_empty(sum(sizes))
         self.traffic.sent += sum(send_sizes) - send_sizes[self.rank]
         self.traffic.received += sum(sizes) - sizes[self.rank]
-        with failures("the exchange of deltas"):
+        with self.failures("the exchange of deltas"):
             work = dist.all_to_all_single(
                 recv, send, sizes, send_sizes, group=self.group, async_op=True
             )
-        return Future(recv, work, send)
+        return Future(recv, work, send, self)
 
     def reduce_scatter(self, send: list[Tensor]) -> Future:
         """Start adding up part r of every rank's list on rank r; the future gives the sum."""
@@ -73,9 +84,9 @@ class Comm:
         others = sum(x.nbytes for x in send) - recv.nbytes
         self.traffic.sent += others
         self.traffic.received += recv.nbytes * (self.size - 1)
-        with failures("the exchange of deltas"):
+        with self.failures("the exchange of deltas"):
             work = dist.reduce_scatter(recv, send, group=self.group, async_op=True)
-        return Future(recv, work, send)
+        return Future(recv, work, send, self)
 
     def broadcast(self, buffer: Tensor, source: int) -> Future:
         """Start giving rank ``source``'s buffer to every rank, in place."""
@@ -83,25 +94,27 @@ class Comm:
             self.traffic.sent += buffer.nbytes * (self.size - 1)
         else:
             self.traffic.received += buffer.nbytes
-        with failures("the return of merged parameters"):
+        with self.failures("the return of merged parameters"):
             work = dist.broadcast(buffer, group=self.group, group_src=source, async_op=True)
-        return Future(buffer, work, buffer)
+        return Future(buffer, work, buffer, self)
 
     def gather(self, row: Tensor) -> Tensor:
         """Return every rank's row (n,) as (ranks, n), on the CPU. Counted as control."""
         mine = row.to(self.device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         self.traffic.control += row.nbytes * (self.size - 1)
-        with failures("the vote"):
+        with self.failures("the vote"):
             dist.all_gather(rows, mine, group=self.group)
             return torch.stack(rows).cpu()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value (anything pickle takes), in the order of ranks."""
-        values: list[Any] = [None] * self.size
-        with failures("the exchange of settings"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        mine = pickle.dumps(value)
+        everyone: list[bytes] = [b""] * self.size
+        self.traffic.control += len(mine) * (self.size - 1)
+        with self.failures("the exchange of settings"):
+            dist.all_gather_object(everyone, mine, group=self.group)
+        return [pickle.loads(said) for said in everyone]
 
 
 @dataclass(frozen=True)
@@ -111,27 +124,14 @@ class Future:
     result: Tensor
     work: Any
     held: Tensor | Sequence[Tensor]
+    comm: Comm
 
     def wait(self) -> Tensor:
         """Return the result once it is there; raises SyncError where a peer failed."""
         if self.work is not None:
-            with failures("the exchange"):
+            with self.comm.failures("the exchange"):
                 self.work.wait()
         return self.result
-
-
-@contextmanager
-def failures(what: str) -> Iterator[None]:
-    """Raise SyncError in place of whatever torch.distributed raises."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise SyncError(
-            f"{what} failed: {reason}",
-            hint="a worker died, stalled beyond the group's timeout or left; "
-            "go on in a new group of those that are left",
-        ) from error
 
 
 def as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -58,22 +58,21 @@ class Source:
         """Return a slot's contribution as others decode it; rounding is kept for the next."""
         codec = self.codecs[slot.index]
         if codec is None:
-            return Contribution(self.worker, self.values[slot.index], is_delta=False)
+            return self._plain(slot)
         return self.decode(slot, self._encode(slot, codec), self.worker)
 
     def peek(self, slot: Slot) -> Contribution:
         """Return what ``contribution`` will, without keeping what rounding takes."""
         codec = self.codecs[slot.index]
         if codec is None:
-            return Contribution(self.worker, self.values[slot.index], is_delta=False)
+            return self._plain(slot)
         return self.decode(slot, codec.encode(self._corrected(slot)), self.worker)
 
     def decode(self, slot: Slot, payload: Tensor, worker: int) -> Contribution:
         """Return the contribution that another worker's bytes stand for."""
         codec, mine = self.codecs[slot.index], self.values[slot.index]
-        if codec is None:
-            return Contribution(worker, payload.view(mine.dtype).view(mine.shape), is_delta=False)
-        return Contribution(worker, codec.decode(payload, tuple(mine.shape)), is_delta=True)
+        x = decoded(codec, payload, tuple(mine.shape), mine.dtype)
+        return Contribution(worker, x, is_delta=codec is not None)
 
     def payload_bytes(self, slot: Slot) -> int:
         """Return the number of bytes of a slot's contribution."""
@@ -82,18 +81,17 @@ class Source:
 
     def encode_update(self, slot: Slot, new: Tensor) -> Tensor:
         """Return what tells other workers a slot's new value, uint8 (n,): itself, or its update."""
-        codec, anchor = self.codecs[slot.index], self.anchor[slot.index]
-        if codec is None:
-            return as_bytes(new.to(anchor.dtype))
-        return codec.encode(task_vector_of(anchor, new, slot.compute))
+        return encoded_update(self.codecs[slot.index], slot, self.anchor[slot.index], new)
 
     def decode_update(self, slot: Slot, payload: Tensor) -> Tensor:
         """Return the new value that every worker then has, in the model's dtype."""
         codec, anchor = self.codecs[slot.index], self.anchor[slot.index]
-        if codec is None:
-            return payload.view(anchor.dtype).view(anchor.shape)
-        update = codec.decode(payload, tuple(anchor.shape))
-        return (anchor.to(slot.compute) + update).to(anchor.dtype)
+        x = decoded(codec, payload, tuple(anchor.shape), anchor.dtype)
+        return x if codec is None else (anchor.to(slot.compute) + x).to(anchor.dtype)
+
+    def _plain(self, slot: Slot) -> Contribution:
+        # In the layout in which others receive it: a product's last bits depend on it.
+        return Contribution(self.worker, self.values[slot.index].contiguous(), is_delta=False)
 
     def _corrected(self, slot: Slot) -> Tensor:
         delta, residual = self.delta(slot), self.residuals.get(slot.index)
@@ -104,3 +102,19 @@ class Source:
         payload = codec.encode(corrected)
         self.residuals[slot.index] = corrected - codec.decode(payload, tuple(corrected.shape))
         return payload
+
+
+def decoded(
+    codec: Codec | None, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return what bytes stand for: values in ``dtype``, or a delta where they are coded."""
+    if codec is None:
+        return payload.view(dtype).view(shape)
+    return codec.decode(payload, shape)
+
+
+def encoded_update(codec: Codec | None, slot: Slot, anchor: Tensor, new: Tensor) -> Tensor:
+    """Return what tells others a new value, uint8 (n,): itself, or its update of the anchor."""
+    if codec is None:
+        return as_bytes(new.to(anchor.dtype))
+    return codec.encode(task_vector_of(anchor, new, slot.compute))

@@ -45,8 +45,28 @@ class Exchange(Protocol):
         """Return all workers' rows of numbers (R, n), from those of this process (V, n)."""
         ...
 
+    def gather_ranks(self, rows: Tensor) -> Tensor:
+        """Return the rows of every rank of every worker (R, S, n), from this process's (V, n)."""
+        ...
+
     def gather_objects(self, values: Sequence[Any]) -> list[Any]:
         """Return all workers' values, from those of this process."""
+        ...
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Return every process's value."""
+        ...
+
+    def provided(self, source: Source) -> Source:
+        """Return what this process provides of one of its workers; all do so of a whole model."""
+        ...
+
+    def whole(self, source: Source) -> Source:
+        """Return a worker's whole tensors to look at with ``peek``, as all its ranks do at once."""
+        ...
+
+    def anchors(self, slots: Sequence[Slot], source: Source) -> dict[int, Tensor]:
+        """Return the whole anchors of slots that this process decides; they follow the source's."""
         ...
 
     def collect(
@@ -94,9 +114,29 @@ class LocalExchange:
         """Return the rows."""
         return rows
 
+    def gather_ranks(self, rows: Tensor) -> Tensor:
+        """Return the rows, of one rank a worker."""
+        return rows[:, None]
+
     def gather_objects(self, values: Sequence[Any]) -> list[Any]:
         """Return the values."""
         return list(values)
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Return the value."""
+        return [value]
+
+    def provided(self, source: Source) -> Source:
+        """Return the source."""
+        return source
+
+    def whole(self, source: Source) -> Source:
+        """Return the source."""
+        return source
+
+    def anchors(self, slots: Sequence[Slot], source: Source) -> dict[int, Tensor]:
+        """Return the source's anchors."""
+        return {s.index: source.anchor[s.index] for s in slots}
 
     def collect(
         self, slots: Sequence[Slot], sources: Sequence[Source], participants: Sequence[int]
@@ -156,9 +196,29 @@ class GroupExchange:
         """Return all ranks' rows."""
         return self.comm.gather(rows[0])
 
+    def gather_ranks(self, rows: Tensor) -> Tensor:
+        """Return all ranks' rows, of one rank a worker."""
+        return self.gather(rows)[:, None]
+
     def gather_objects(self, values: Sequence[Any]) -> list[Any]:
         """Return all ranks' values."""
         return self.comm.gather_objects(values[0])
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Return all ranks' values."""
+        return self.comm.gather_objects(value)
+
+    def provided(self, source: Source) -> Source:
+        """Return the source."""
+        return source
+
+    def whole(self, source: Source) -> Source:
+        """Return the source."""
+        return source
+
+    def anchors(self, slots: Sequence[Slot], source: Source) -> dict[int, Tensor]:
+        """Return the source's anchors."""
+        return {s.index: source.anchor[s.index] for s in slots}
 
     def collect(
         self, slots: Sequence[Slot], sources: Sequence[Source], participants: Sequence[int]
@@ -194,7 +254,7 @@ class GroupExchange:
                 mine = parts[self.comm.rank]
                 sums = self.comm.reduce_scatter(send).wait()
                 numels = [s.info.numel for s in mine]
-                for slot, total in zip(mine, sums.split(numels), strict=True):
+                for slot, total in zip(mine, torch.split(sums, numels), strict=True):
                     yield slot, total.view(slot.info.shape)
 
     def distribute(

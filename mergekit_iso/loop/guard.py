@@ -35,11 +35,11 @@ class Guard:
             self._error.__cause__ = error
         return None
 
-    def agree(self, exchange: Exchange, here: int) -> None:
-        """Raise the first error of any process in all of them; ``here`` workers are in this one."""
+    def agree(self, exchange: Exchange) -> None:
+        """Raise the first error of any process in all of them."""
         mine = self._error
         said = None if mine is None else (type(mine).__name__, str(mine), mine.hint)
-        found = exchange.gather_objects([said] + [None] * (here - 1))
+        found = exchange.gather_all(said)
         if mine is not None:
             raise mine
         for other in found:

@@ -68,7 +68,7 @@ def term(method: MergeMethod, source: Source, slot: Slot, weight: float, ctx: Co
     values, anchor = source.values[slot.index], source.anchor[slot.index]
     if weight == 0:  # not a product with it: the values may be NaN
         return torch.zeros(values.shape, dtype=slot.compute, device=values.device)
-    contribution = Contribution(source.worker, values, is_delta=False)
+    contribution = Contribution(source.worker, values.contiguous(), is_delta=False)
 
     def work(part: slice | None, unit: Context) -> Tensor:
         worker = Worker(source.worker, contribution.delta(anchor, slot.compute, part))

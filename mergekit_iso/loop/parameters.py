@@ -43,8 +43,8 @@ def local(x: Tensor) -> Tensor:
 class Parameters:
     """A model's trainable parameters and buffers, in the order of its own names.
 
-    Tied parameters count once, frozen ones not at all. Raises IncompatibleError where nothing is
-    trainable, or a parameter has no real values (meta device, complex, sparse).
+    Tied parameters count once, frozen and empty ones not at all. Raises IncompatibleError where
+    nothing is trainable, or a parameter has no real values (meta device, complex, sparse).
     """
 
     def __init__(self, model: nn.Module, exclude: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ class Parameters:
         self.tensors: dict[str, nn.Parameter] = {}
         slots: list[Slot] = []
         for name, p in model.named_parameters():
-            if not p.requires_grad:
+            if not p.requires_grad or not p.numel():
                 continue
             if p.is_meta or not p.is_floating_point() or p.layout != torch.strided:
                 raise IncompatibleError(
@@ -67,7 +67,11 @@ class Parameters:
             raise IncompatibleError("the model has no trainable parameter")
         self.slots: tuple[Slot, ...] = tuple(slots)
         self.buffers: dict[str, Tensor] = {
-            plain_name(name): b for name, b in model.named_buffers() if b.numel()
+            plain_name(f"{path}.{name}" if path else name): b
+            for path, module in model.named_modules()
+            for name, b in module.named_buffers(recurse=False)
+            # What is not saved with a model is recomputed, not learned.
+            if b.numel() and name not in module._non_persistent_buffers_set
         }
         self._identity = self._identify()
 

@@ -76,7 +76,7 @@ class Round:
                 self._guard.run("the outer optimizer", self._move, combined, saved, ctx, observer)
             try:
                 with self._watch.phase("vote"):
-                    self._guard.agree(self.exchange, len(self.sources))
+                    self._guard.agree(self.exchange)
                 with self._watch.phase("return"):
                     self.exchange.distribute(
                         self.slots, self.sources, self.owner.value, self._counted(land)
@@ -110,10 +110,11 @@ class Round:
     def _vote(self) -> Participants:
         rows = []
         for source, tokens in zip(self.sources, self.tokens, strict=True):
-            norm, bad = measure(source, self.slots)
+            norm, bad = measure(self.exchange.provided(source), self.slots)
             ballot = Ballot(self.number, self.step, self.fragment, tokens, norm, bad, self.changed)
             rows.append(ballot.row())
-        ballots = [Ballot.read(row) for row in self.exchange.gather(torch.stack(rows))]
+        everyone = self.exchange.gather_ranks(torch.stack(rows))
+        ballots = [Ballot.of_worker(ranks) for ranks in everyone]
         return count(ballots, self.settings, self.names)
 
     def _statistics(self, participants: Participants, ctx: Context) -> Mapping[int, Any]:
@@ -122,7 +123,7 @@ class Round:
         own: list[Any] = [None] * len(self.sources)
         for place, source in enumerate(self.sources):
             if source.worker in participants.workers:
-                deltas = stream(source, self.slots, ctx)
+                deltas = stream(self.exchange.whole(source), self.slots, ctx)
                 own[place] = self._guard.run("a statistic", self.method.measure, deltas)
         return dict(enumerate(self.exchange.gather_objects(own)))
 
@@ -145,7 +146,7 @@ class Round:
             return combined
         votes = "merged_model" in self.method.requires.stats
         held: list[Gathered] = []
-        shares: list[int] = [0] * len(self.sources)
+        shares = 0
         for slot, contributions in self._watch.timed(
             "exchange", self.exchange.collect(self.slots, self.sources, participants.workers)
         ):
@@ -156,11 +157,11 @@ class Round:
                 if votes:  # the majority is known once every tensor has been seen
                     held.append(gathered)
                     share = self._guard.run(slot.name, partials, self.method, gathered, stats, ctx)
-                    shares[0] += share or 0
+                    shares += share or 0
                 else:
                     self._guard.run(slot.name, merge, gathered, ctx)
         if votes:
-            elected = self.method.elect(self.exchange.gather_objects(shares))
+            elected = self.method.elect(self.exchange.gather_all(shares))
             ctx = replace(ctx, elected=lambda: elected)
             with self._watch.phase("operator"):
                 for gathered in held:
@@ -224,14 +225,15 @@ class Round:
         rows[0, :-2] = row
         rows[:, -2] = observer.residual
         rows[:, -1] = float(self._checksum)
-        rows = self.exchange.gather(rows)
-        differing = [r for r, x in enumerate(rows[:, -1].tolist()) if x != float(rows[0, -1])]
+        rows = self.exchange.gather_ranks(rows)
+        sums = rows[:, :, -1].tolist()
+        differing = [r for r, worker in enumerate(sums) if worker != sums[0]]
         if differing:
             raise SyncError(
                 f"the replicas differ: worker {differing[0]} has other parameters than worker 0",
                 hint="resume all workers from one checkpoint, or call join(0)",
             )
-        return Observed.read(rows[:, :-2].sum(0)), float(rows[:, -2].max())
+        return Observed.read(rows[:, :, :-2].sum((0, 1))), float(rows[:, :, -2].max())
 
 
 def checksum(x: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import isfinite, sqrt
 
 import torch
@@ -42,6 +42,28 @@ class Ballot:
         """Return the ballot that a row stands for."""
         round_, step, fragment, tokens, norm, bad, changed = row.tolist()
         return cls(int(round_), int(step), int(fragment), tokens, norm, int(bad), int(changed))
+
+    @classmethod
+    def of_worker(cls, rows: Tensor) -> Ballot:
+        """Return the ballot of a worker from those of its ranks (S, n): their model's parts.
+
+        Norms and tokens add up. What all ranks should agree on is that of the first which does
+        not agree with the first rank.
+        """
+        ballots = [cls.read(row) for row in rows]
+        first = ballots[0]
+        odd = next((b for b in ballots if b.place() != first.place()), first)
+        return replace(
+            odd,
+            tokens=sum(b.tokens for b in ballots),
+            norm=sqrt(sum(b.norm * b.norm for b in ballots)),
+            bad=max(b.bad for b in ballots),
+            changed=max(b.changed for b in ballots),
+        )
+
+    def place(self) -> tuple[int, int, int]:
+        """Return where in its training the rank is."""
+        return self.round, self.step, self.fragment
 
 
 @dataclass(frozen=True)

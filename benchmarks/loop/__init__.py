@@ -1,0 +1,1 @@
+"""The outer step measured."""

@@ -1,0 +1,1 @@
+"""What others do, written plainly, to measure against."""
