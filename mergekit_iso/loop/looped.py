@@ -21,6 +21,8 @@ from .owners import assign, cost
 from .parameters import Parameters
 from .report import OnReport, OuterReport
 from .settings import DEFAULT_LOOP_EXCLUDE, Apply, LoopSettings, Order, Wire
+from .sharded import ShardedExchange
+from .shards import check_grid, check_layouts, check_unsharded, find_shards, shard_group
 
 
 class LoopedMerger(OuterLoop):
@@ -38,6 +40,9 @@ class LoopedMerger(OuterLoop):
         method: an operator's name, with its options beside it, or a method object.
         group: the workers: a process group or 1-D DeviceMesh. None is the default group, or one
             worker where torch.distributed is not initialised.
+        shard_mesh: the ranks of this worker, where it has several (FSDP2, HSDP, tensor
+            parallelism, DDP): a DeviceMesh or process group. ``group`` then joins the ranks with
+            the same place in every worker.
         outer: a factory from a list of tensors to a torch optimizer. Without it SGD with
             ``outer_lr``, ``outer_momentum`` and ``nesterov`` (default: where there is momentum);
             what is None is as published for the method.
@@ -51,7 +56,8 @@ class LoopedMerger(OuterLoop):
         MethodError: a method, option or setting that does not exist or fit.
         IncompatibleError: workers with different models, methods or settings; no trainable
             parameter.
-        SyncError: the group does not work, or this process is no member of it.
+        SyncError: the group does not work, this process is no member of it, or group and
+            shard_mesh form no grid.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class LoopedMerger(OuterLoop):
         *,
         sync_every: int = 30,
         group: ProcessGroup | DeviceMesh | None = None,
+        shard_mesh: ProcessGroup | DeviceMesh | None = None,
         outer: OuterFactory | None = None,
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
@@ -108,24 +115,15 @@ class LoopedMerger(OuterLoop):
         parameters = Parameters(model, settings.exclude)
         members = as_group(group)
         exchange: Exchange = LocalExchange(1)
-        rank = 0
+        rank, workers = 0, 1
         if members is not None:
             comm = Comm(members, _wire_device(parameters, members))
-            rank = comm.rank
-            factory = outer_factory(operator, comm.size, outer, outer_lr, outer_momentum, nesterov)
+            rank, workers = comm.rank, comm.size
             said = "given" if outer else str((outer_lr, outer_momentum, nesterov))
             check_agreement(comm, parameters, operator, settings, said)
+            exchange = _exchange(comm, shard_mesh, parameters, operator, settings)
             _broadcast(comm, parameters)
-            if comm.size > 1:
-                costs = [cost(s.info, operator.requires, comm.size) for s in parameters.slots]
-                exchange = GroupExchange(
-                    comm,
-                    assign(costs, comm.size),
-                    bucket_bytes,
-                    reduces=_reduces(comm, parameters, operator, settings),
-                )
-        else:
-            factory = outer_factory(operator, 1, outer, outer_lr, outer_momentum, nesterov)
+        factory = outer_factory(operator, workers, outer, outer_lr, outer_momentum, nesterov)
         super().__init__(
             [parameters],
             operator,
@@ -145,6 +143,38 @@ class LoopedMerger(OuterLoop):
         Returns the report of a sync, else None. Raises what :meth:`sync` does.
         """
         return self.sync() if self._count([float(tokens)]) else None
+
+
+def _exchange(
+    comm: Comm,
+    shard_mesh: ProcessGroup | DeviceMesh | None,
+    parameters: Parameters,
+    method: MergeMethod,
+    settings: LoopSettings,
+) -> Exchange:
+    """Return the exchange between workers of one rank each, or of those in ``shard_mesh``."""
+    if shard_mesh is None:
+        check_unsharded(parameters)
+        if comm.size == 1:
+            return LocalExchange(1)
+        reduces = _reduces(comm, parameters, method, settings)
+        return GroupExchange(
+            comm, _owners(parameters, method, comm.size), settings.bucket_bytes, reduces=reduces
+        )
+    members = shard_group(shard_mesh)
+    inner = Comm(members, _wire_device(parameters, members))
+    check_grid(comm, inner)
+    shards = find_shards(parameters, inner)
+    check_layouts(comm, shards, [s.name for s in parameters.slots])
+    owners = _owners(parameters, method, comm.size, inner.size)
+    return ShardedExchange(comm, shards, owners, settings.bucket_bytes)
+
+
+def _owners(
+    parameters: Parameters, method: MergeMethod, workers: int, shards: int = 1
+) -> list[int]:
+    costs = [cost(s.info, method.requires, workers) for s in parameters.slots]
+    return assign(costs, workers * shards)
 
 
 def _reduces(

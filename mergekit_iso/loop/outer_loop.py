@@ -64,7 +64,7 @@ class OuterLoop:
         owned = exchange.owned(self._slots)
         self._owner = Owner(
             owned,
-            {s.index: self._anchor[s.index] for s in owned},
+            exchange.anchors(owned, self._sources[0]),
             settings.order,
             outer,
         )

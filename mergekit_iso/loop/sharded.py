@@ -30,14 +30,14 @@ class ShardedExchange:
 
     ``columns`` reaches the ranks with the same place in all workers, ``shards.comm`` those of
     this worker. ``owners`` is the owner of every slot by index: rank s of worker i is i·S + s.
-    ``anchors`` are the whole anchors of what this rank owns, kept equal to the ranks' shards.
     """
 
     columns: Comm
     shards: Shards
     owners: Sequence[int]
     bucket_bytes: int
-    anchors: dict[int, Tensor] = field(default_factory=dict)
+    _anchors: dict[int, Tensor] = field(default_factory=dict)
+    # Whole tensors are put together before they are added up.
     reduces = False
 
     @property
@@ -92,6 +92,18 @@ class ShardedExchange:
         """Return the worker as one that holds whole tensors, gathered as they are looked at."""
         return _Whole(self.provided(source), self.shards)
 
+    def anchors(self, slots: Sequence[Slot], source: Source) -> dict[int, Tensor]:
+        """Return the whole anchors of ``slots``, brought up to date whenever deltas come in.
+
+        Every rank of the worker must call it at once.
+        """
+        mine, wanted = self.provided(source), {s.index for s in slots}
+        for slot in self.shards.slots:
+            whole = self.shards.whole(slot, mine.anchor[slot.index])
+            if slot.index in wanted:
+                self._anchors[slot.index] = whole
+        return {i: self._anchors[i] for i in wanted}
+
     def collect(
         self, slots: Sequence[Slot], sources: Sequence[Source], participants: Sequence[int]
     ) -> Iterator[tuple[Slot, list[Contribution]]]:
@@ -107,6 +119,12 @@ class ShardedExchange:
                 under_way.append(self._across(groups[k + 1], mine))
             received = self._inside(group, source, mine, under_way.pop(0).wait(), participants)
             yield from self._assemble(group, source, received, participants)
+
+    def collect_sums(
+        self, slots: Sequence[Slot], term: Callable[[Slot], Tensor]
+    ) -> Iterator[tuple[Slot, Tensor]]:
+        """Nothing is added up on the way."""
+        raise NotImplementedError("this exchange does not reduce")
 
     def _across(self, group: Sequence[Slot], mine: Source) -> Future:
         """Start sending this rank's pieces to its column's rank in each owner's worker."""
@@ -162,7 +180,7 @@ class ShardedExchange:
                     parts[slot.index, r, rank] = reader.take(n)
         for slot in self.owned(group):
             boxes, values = self.shards.layouts[slot.index].pieces, source.values[slot.index]
-            anchor = self.anchors[slot.index]
+            anchor = self._anchors[slot.index]
             contributions = []
             codec = source.codecs[slot.index]
             for rank in ranks:
@@ -209,7 +227,7 @@ class ShardedExchange:
         inner = self.shards.comm
         parts: list[list[Tensor]] = [[] for _ in range(inner.size)]
         for slot in self.owned(group):
-            value, anchor = new(slot), self.anchors[slot.index]
+            value, anchor = new(slot), self._anchors[slot.index]
             for rank, box in enumerate(self.shards.layouts[slot.index].pieces):
                 codec = self._codec(source, slot, rank)
                 parts[rank].append(encoded_update(codec, slot, box.of(anchor), box.of(value)))
