@@ -98,6 +98,14 @@ class Comm:
             work = dist.broadcast(buffer, group=self.group, group_src=source, async_op=True)
         return Future(buffer, work, buffer, self)
 
+    def spread(self, x: Tensor, source: int) -> Tensor:
+        """Return rank ``source``'s tensor, on ``x``'s device. Counted as control."""
+        moved = x.detach().to(self.device).contiguous()
+        self.traffic.control += moved.nbytes * (self.size - 1) if self.rank == source else 0
+        with self.failures("the exchange of state"):
+            dist.broadcast(moved, group=self.group, group_src=source)
+        return moved.to(x.device)
+
     def gather(self, row: Tensor) -> Tensor:
         """Return every rank's row (n,) as (ranks, n), on the CPU. Counted as control."""
         mine = row.to(self.device)

@@ -47,6 +47,11 @@ class Source:
         """Return θ_r − anchor of a slot in its compute dtype, before any coding."""
         return task_vector_of(self.anchor[slot.index], self.values[slot.index], slot.compute)
 
+    def residual(self, slot: Slot) -> Tensor:
+        """Return what coding took from a slot's earlier deltas; zeros before the first."""
+        found = self.residuals.get(slot.index)
+        return torch.zeros_like(self.delta(slot)) if found is None else found
+
     def payload(self, slot: Slot) -> Tensor:
         """Return a slot's contribution as bytes, uint8 (n,); rounding is kept for the next."""
         codec = self.codecs[slot.index]

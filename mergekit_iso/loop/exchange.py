@@ -37,8 +37,34 @@ class Exchange(Protocol):
         """Bytes of this process so far."""
         ...
 
+    def owner_of(self, slot: Slot) -> int:
+        """Return the number of the process that decides a slot."""
+        ...
+
+    @property
+    def place(self) -> int:
+        """This process's number among all."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether the others cannot be reached any more."""
+        ...
+
     def owned(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return the slots that this process decides."""
+        ...
+
+    def spread(self, x: Tensor, place: int) -> Tensor:
+        """Return process ``place``'s tensor in all, on ``x``'s device; ``x`` is used up."""
+        ...
+
+    def joined(self, slot: Slot, held: Tensor, *, provided: bool = False) -> Tensor:
+        """Return a whole tensor from what this worker's processes hold, or provide, of it."""
+        ...
+
+    def part(self, slot: Slot, whole: Tensor, *, provided: bool = False) -> Tensor:
+        """Return what this process holds, or provides, of a whole tensor."""
         ...
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -101,6 +127,8 @@ class LocalExchange:
     """All workers are in this process: nothing moves."""
 
     reduces = False
+    place = 0
+    failed = False
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -109,6 +137,22 @@ class LocalExchange:
     def owned(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return all slots."""
         return list(slots)
+
+    def owner_of(self, slot: Slot) -> int:
+        """Return 0: this process."""
+        return 0
+
+    def spread(self, x: Tensor, place: int) -> Tensor:
+        """Return the tensor."""
+        return x
+
+    def joined(self, slot: Slot, held: Tensor, *, provided: bool = False) -> Tensor:
+        """Return the tensor."""
+        return held
+
+    def part(self, slot: Slot, whole: Tensor, *, provided: bool = False) -> Tensor:
+        """Return the tensor."""
+        return whole
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows."""
@@ -187,6 +231,32 @@ class GroupExchange:
     def traffic(self) -> Traffic:
         """Bytes so far."""
         return self.comm.traffic
+
+    @property
+    def place(self) -> int:
+        """This process's rank."""
+        return self.comm.rank
+
+    @property
+    def failed(self) -> bool:
+        """Whether the group failed."""
+        return self.comm.failed
+
+    def owner_of(self, slot: Slot) -> int:
+        """Return the owner's rank."""
+        return self.owners[slot.index]
+
+    def spread(self, x: Tensor, place: int) -> Tensor:
+        """Return rank ``place``'s tensor."""
+        return self.comm.spread(x, place)
+
+    def joined(self, slot: Slot, held: Tensor, *, provided: bool = False) -> Tensor:
+        """Return the tensor."""
+        return held
+
+    def part(self, slot: Slot, whole: Tensor, *, provided: bool = False) -> Tensor:
+        """Return the tensor."""
+        return whole
 
     def owned(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return the slots that this rank decides."""

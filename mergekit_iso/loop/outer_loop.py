@@ -18,12 +18,13 @@ from .exchange import Exchange
 from .owner import OuterFactory, Owner, sgd
 from .parameters import Parameters, Slot
 from .report import OnReport, OuterReport
+from .resume import Resumable
 from .round import Round
 from .settings import LoopSettings
 from .wire import codec_for
 
 
-class OuterLoop:
+class OuterLoop(Resumable):
     """Workers of this process, their anchor, and the outer step that joins them.
 
     ``models`` holds one set of parameters per worker of this process, numbered from
@@ -68,6 +69,7 @@ class OuterLoop:
             settings.order,
             outer,
         )
+        self._held = None
         self._round = 0
         self._step = 0
         self._tokens = [0.0] * len(models)
@@ -144,6 +146,7 @@ class OuterLoop:
         for index, new in staged.items():
             for source in self._sources:
                 source.values[index].copy_(new)
+        self._held = None
         for index, value in enumerate(self._sources[0].values):
             self._anchor[index].copy_(value)
         for model in self._models:
@@ -155,10 +158,6 @@ class OuterLoop:
             source.residuals.clear()
             for value, anchor in zip(source.values, self._anchor, strict=True):
                 value.copy_(anchor)
-
-    def _begin_round(self) -> None:
-        self._step = 0
-        self._tokens = [0.0] * len(self._models)
 
     def _skipped(self, error: SyncError) -> OuterReport:
         report = OuterReport(

@@ -53,10 +53,39 @@ class ShardedExchange:
             across.sent, across.received, across.control + inside.control, inner=inside.sent
         )
 
+    @property
+    def place(self) -> int:
+        """This process's number: rank s of worker i is i·S + s."""
+        return self.columns.rank * self.shards.comm.size + self.shards.comm.rank
+
+    @property
+    def failed(self) -> bool:
+        """Whether one of the two groups failed."""
+        return self.columns.failed or self.shards.comm.failed
+
+    def spread(self, x: Tensor, place: int) -> Tensor:
+        """Return one process's tensor, first inside its worker, then across."""
+        worker, rank = divmod(place, self.shards.comm.size)
+        if worker == self.columns.rank:
+            x = self.shards.comm.spread(x, rank)
+        return self.columns.spread(x, worker)
+
+    def owner_of(self, slot: Slot) -> int:
+        """Return the owner's number."""
+        return self.owners[slot.index]
+
+    def joined(self, slot: Slot, held: Tensor, *, provided: bool = False) -> Tensor:
+        """Return the whole tensor; every rank of the worker must call it."""
+        return self.shards.whole(slot, held if provided else self.shards.piece(slot, held))
+
+    def part(self, slot: Slot, whole: Tensor, *, provided: bool = False) -> Tensor:
+        """Return this rank's part."""
+        held = self.shards.held(slot, whole)
+        return self.shards.piece(slot, held) if provided else held
+
     def owned(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return the slots that this rank decides."""
-        place = self.columns.rank * self.shards.comm.size + self.shards.comm.rank
-        return [s for s in slots if self.owners[s.index] == place]
+        return [s for s in slots if self.owners[s.index] == self.place]
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's column."""
