@@ -67,6 +67,18 @@ class Comm:
                 "go on in a new group of those that are left",
             ) from error
 
+    def apart(self) -> Comm:
+        """Return the same ranks in a group of their own, which another thread can use meanwhile."""
+        with self.failures("making a process group"):
+            backend = self.group._get_backend(self.device)
+            group = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                timeout=backend.options._timeout,
+                backend=self.backend,
+                use_local_synchronization=True,
+            )
+        return Comm(group, self.device)
+
     def all_to_all(self, send: Tensor, send_sizes: list[int], sizes: list[int]) -> Future:
         """Start sending uint8 slices of ``send`` to every rank; the future gives what came."""
         recv = send.new_empty(sum(sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..methods.registry import resolve_method
 from .agreement import check_agreement
 from .comm import Comm, as_group
 from .exchange import Exchange, GroupExchange, LocalExchange
+from .fragments import split
 from .outer_loop import OuterLoop, outer_factory
 from .owner import OuterFactory
 from .owners import assign, cost
@@ -73,7 +75,7 @@ class LoopedMerger(OuterLoop):
         outer_momentum: float | None = None,
         nesterov: bool | None = None,
         order: Order = "merge_then_momentum",
-        fragments: int = 1,
+        fragments: int | Sequence[str | Sequence[str]] = 1,
         delay: int = 0,
         apply: Apply = "overwrite",
         mix: float = 0.5,
@@ -95,14 +97,14 @@ class LoopedMerger(OuterLoop):
         operator = resolve_method(method, options)
         settings = LoopSettings(
             sync_every=sync_every,
-            fragments=fragments,
+            fragments=fragments,  # type: ignore[arg-type]  # validated by LoopSettings
             delay=delay,
             apply=apply,
             mix=mix,
             order=order,
             wire=wire,
             deterministic=deterministic,
-            weights=weights,  # type: ignore[arg-type]  # validated by LoopSettings
+            weights=weights,  # type: ignore[arg-type]
             on_failure=on_failure,  # type: ignore[arg-type]
             nonfinite=nonfinite,  # type: ignore[arg-type]
             min_workers=min_workers,
@@ -136,13 +138,14 @@ class LoopedMerger(OuterLoop):
         )
 
     def step(self, *, tokens: float = 0) -> OuterReport | None:
-        """Count one iteration, after the inner optimizer's step; sync where a round is complete.
+        """Count one iteration, after the inner optimizer's step; sync what is due.
 
         ``tokens`` are those of this iteration, on this worker. Count iterations, also those in
         which a gradient scaler skipped the inner step, so that workers stay together.
-        Returns the report of a sync, else None. Raises what :meth:`sync` does.
+        Returns the report of an outer step that was applied, else None. Raises what
+        :meth:`sync` does.
         """
-        return self.sync() if self._count([float(tokens)]) else None
+        return self._count([float(tokens)])
 
 
 def _exchange(
@@ -157,24 +160,38 @@ def _exchange(
         check_unsharded(parameters)
         if comm.size == 1:
             return LocalExchange(1)
+        if settings.delay:
+            comm = comm.apart()
         reduces = _reduces(comm, parameters, method, settings)
-        return GroupExchange(
-            comm, _owners(parameters, method, comm.size), settings.bucket_bytes, reduces=reduces
-        )
+        owners = _owners(parameters, method, settings, comm.size)
+        return GroupExchange(comm, owners, settings.bucket_bytes, reduces=reduces)
     members = shard_group(shard_mesh)
     inner = Comm(members, _wire_device(parameters, members))
     check_grid(comm, inner)
     shards = find_shards(parameters, inner)
     check_layouts(comm, shards, [s.name for s in parameters.slots])
-    owners = _owners(parameters, method, comm.size, inner.size)
+    if settings.delay:
+        comm, inner = comm.apart(), inner.apart()
+        shards = replace(shards, comm=inner)
+    owners = _owners(parameters, method, settings, comm.size, inner.size)
     return ShardedExchange(comm, shards, owners, settings.bucket_bytes)
 
 
 def _owners(
-    parameters: Parameters, method: MergeMethod, workers: int, shards: int = 1
+    parameters: Parameters,
+    method: MergeMethod,
+    settings: LoopSettings,
+    workers: int,
+    shards: int = 1,
 ) -> list[int]:
-    costs = [cost(s.info, method.requires, workers) for s in parameters.slots]
-    return assign(costs, workers * shards)
+    """Return the owner of every slot by index, balanced within each fragment."""
+    ranks, owners = workers * shards, [0] * len(parameters.slots)
+    for f, part in enumerate(split(parameters.slots, settings.fragments)):
+        costs = [cost(s.info, method.requires, workers) for s in part]
+        for slot, owner in zip(part, assign(costs, ranks), strict=True):
+            # Each fragment begins with another rank, so that all of them together balance too.
+            owners[slot.index] = (owner + f) % ranks
+    return owners
 
 
 def _reduces(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -12,15 +14,17 @@ from torch.optim import Optimizer
 
 from ..errors import MergeWarning, MethodError, SyncError
 from ..methods.base import MergeMethod
-from . import buffers
+from . import background, buffers
 from .contribution import Source
 from .exchange import Exchange
+from .fragments import due, split
 from .owner import OuterFactory, Owner, sgd
 from .parameters import Parameters, Slot
 from .report import OnReport, OuterReport
 from .resume import Resumable
 from .round import Round
 from .settings import LoopSettings
+from .under_way import Outcome, UnderWay, applied, snapshot
 from .wire import codec_for
 
 
@@ -50,6 +54,7 @@ class OuterLoop(Resumable):
         self._exchange = exchange
         self._on_event = on_event
         self._slots = models[0].slots
+        self._fragments = split(self._slots, settings.fragments)
         self._anchor = [
             x.to(anchor_device or x.device, copy=True, memory_format=torch.contiguous_format)
             for x in models[0].local()
@@ -70,9 +75,9 @@ class OuterLoop(Resumable):
             outer,
         )
         self._held = None
+        self._under_way = None
         self._round = 0
-        self._step = 0
-        self._tokens = [0.0] * len(models)
+        self._begin_round()
 
     @property
     def outer_optimizer(self) -> Optimizer:
@@ -85,7 +90,9 @@ class OuterLoop(Resumable):
         return self._round
 
     def sync(self) -> OuterReport:
-        """Take an outer step now, and begin a new round. Every worker must call it.
+        """Take an outer step of the whole model now, and begin a new round.
+
+        Every worker must call it. A fragment that is still under way is applied first.
 
         Raises:
             SyncError: the exchange failed; parameters are the anchor's again, and the step did
@@ -93,87 +100,163 @@ class OuterLoop(Resumable):
             NonFiniteError: a worker is not finite (see ``nonfinite``), or the step overflows.
             IncompatibleError: a worker's parameters changed, or it is at another step.
         """
-        staged: dict[int, Tensor] = {}
-        keeps = self._settings.on_failure == "skip_round"
-        with torch.no_grad():
-            try:
-                report, new_buffers = self._run(staged if keeps else None)
-            except BaseException as error:
-                if keeps and isinstance(error, SyncError):
-                    return self._skipped(error)
-                self._restore()
-                if self._settings.on_failure == "restore_anchor" and isinstance(error, SyncError):
-                    return self._skipped(error)
-                self._begin_round()
-                raise
-            self._commit(staged, new_buffers)
-        self._round += 1
-        self._begin_round()
-        return self._tell(report)
+        if self._under_way is not None:
+            self._apply(self._under_way)
+        self._step = 0
+        return self._apply(self._send(None), overwrite=True)
 
-    def _run(self, staged: dict[int, Tensor] | None) -> tuple[OuterReport, dict[str, Tensor]]:
+    def _count(self, tokens: Sequence[float]) -> OuterReport | None:
+        """Count one inner step; send the fragment that is due, apply one whose delay is over."""
+        self._step += 1
+        self._apart = True
+        self._since = [n + 1 for n in self._since]
+        self._tokens = [
+            [n + new for n in own] for own, new in zip(self._tokens, tokens, strict=True)
+        ]
+        report = None
+        if self._under_way is not None:
+            self._under_way.left -= 1
+            if not self._under_way.left:
+                report = self._apply(self._under_way)
+        fragment = due(self._step, self._settings.sync_every, self._settings.parts)
+        self._step %= self._settings.sync_every
+        if fragment is not None:
+            sent = self._send(fragment)
+            if self._settings.delay:
+                self._under_way = sent
+            else:
+                report = self._apply(sent)
+        return report
+
+    @torch.no_grad()
+    def _send(self, fragment: int | None) -> UnderWay:
+        """Begin the outer step of a fragment, or of the whole model."""
+        if self._settings.parts == 1:
+            fragment = None
+        slots = self._slots if fragment is None else self._fragments[fragment]
+        delayed = self._settings.delay > 0
+        sources = [snapshot(s, slots) if delayed else s for s in self._sources]
+        own_buffers = [
+            {name: b.clone() if delayed else b for name, b in m.buffers.items()}
+            for m in self._models
+        ]
         changed = [name for m in self._models if (name := m.changed()) is not None]
         names = [s.name for s in self._slots]
         round_ = Round(
             number=self._round,
-            step=self._step,
-            fragment=0,
+            step=max(self._since) if fragment is None else self._since[fragment],
+            fragment=fragment,
             method=self._method,
             settings=self._settings,
             exchange=self._exchange,
             owner=self._owner,
-            slots=self._slots,
+            slots=slots,
             names=names,
-            sources=self._sources,
-            tokens=self._tokens,
+            sources=sources,
+            tokens=[max(own) if fragment is None else own[fragment] for own in self._tokens],
             changed=_index(names, changed[0]) if changed else -1,
         )
+        staged: dict[int, Tensor] = {}
+        # New values go where they belong at once, unless the old ones may still be needed.
+        keeps = delayed or self._settings.on_failure == "skip_round"
+        keeps = keeps or self._settings.apply == "mix"
 
         def land(slot: Slot, new: Tensor) -> None:
-            if staged is not None:
+            if keeps:
                 staged[slot.index] = new.clone()
                 return
             for source in self._sources:
                 source.values[slot.index].copy_(new)
 
-        report = round_.run(land)
-        new_buffers = buffers.gather(
-            self._exchange, [m.buffers for m in self._models], round_.participants
+        @torch.no_grad()
+        def work() -> Outcome:
+            report = round_.run(land)
+            new = buffers.gather(self._exchange, own_buffers, round_.participants)
+            return Outcome(report, staged, new)
+
+        before = [dict(source.residuals) for source in self._sources]
+        waits = delayed and self._exchange.workers > len(self._models)
+        device = self._models[0].local()[0].device
+        return UnderWay(
+            fragment,
+            slots,
+            self._settings.delay,
+            sources,
+            round_.step,
+            round_.tokens,
+            before,
+            background.begin(work, device) if waits else background.done(work),
         )
-        return report, new_buffers
 
-    def _commit(self, staged: dict[int, Tensor], new_buffers: dict[str, Tensor]) -> None:
-        for index, new in staged.items():
-            for source in self._sources:
-                source.values[index].copy_(new)
-        self._held = None
-        for index, value in enumerate(self._sources[0].values):
-            self._anchor[index].copy_(value)
+    def _apply(self, sent: UnderWay, *, overwrite: bool = False) -> OuterReport:
+        """Wait for an outer step, give its result to the workers, and tell of it."""
+        self._under_way = None
+        start = perf_counter()
+        try:
+            outcome = sent.future.result()
+        except BaseException as error:
+            policy = self._settings.on_failure if isinstance(error, SyncError) else "raise"
+            if policy == "skip_round":
+                for source, before in zip(self._sources, sent.residuals, strict=True):
+                    source.residuals.clear()
+                    source.residuals.update(before)
+            else:
+                self._restore()
+            if policy == "raise":
+                raise
+            report = self._skipped(sent, str(error))
+        else:
+            report = outcome.report
+            if self._settings.delay:
+                seconds = {**report.seconds, "waited": perf_counter() - start}
+                report = replace(report, seconds=seconds)
+            self._commit(sent, outcome, overwrite=overwrite)
+        if self._on_event is not None:
+            self._on_event(report)
+        return report
+
+    @torch.no_grad()
+    def _commit(self, sent: UnderWay, outcome: Outcome, *, overwrite: bool = False) -> None:
+        for slot in sent.slots:
+            new = outcome.staged.get(slot.index)
+            if new is None:  # it has landed, the same in all workers
+                self._anchor[slot.index].copy_(self._sources[0].values[slot.index])
+                continue
+            self._anchor[slot.index].copy_(new)
+            for source, then in zip(self._sources, sent.sources, strict=True):
+                now, at_sending = source.values[slot.index], then.values[slot.index]
+                goes_on = new if overwrite else applied(self._settings, slot, new, now, at_sending)
+                now.copy_(goes_on)
         for model in self._models:
-            for name, new in new_buffers.items():
-                model.buffers[name].copy_(new)
+            for name, x in outcome.buffers.items():
+                model.buffers[name].copy_(x)
+        self._held = None
+        self._round += 1
+        for f in range(len(self._fragments)) if sent.fragment is None else (sent.fragment,):
+            # What came after sending counts for the next sync.
+            self._since[f] = max(0, self._since[f] - sent.step)
+            for own, before in zip(self._tokens, sent.tokens, strict=True):
+                own[f] = max(0.0, own[f] - before)
+        self._apart = any(self._since) or (self._settings.apply == "mix" and not overwrite)
 
+    @torch.no_grad()
     def _restore(self) -> None:
+        """Give all workers the anchor; what they did since it is lost."""
         for source in self._sources:
             source.residuals.clear()
             for value, anchor in zip(source.values, self._anchor, strict=True):
                 value.copy_(anchor)
+        self._begin_round(self._step)
 
-    def _skipped(self, error: SyncError) -> OuterReport:
-        report = OuterReport(
+    def _skipped(self, sent: UnderWay, reason: str) -> OuterReport:
+        return OuterReport(
             round=self._round,
-            step=self._step,
+            step=sent.step,
             participants=0,
-            tokens=sum(self._tokens),
-            skipped=str(error),
+            tokens=sum(sent.tokens),
+            fragment=sent.fragment,
+            skipped=reason,
         )
-        self._begin_round()
-        return self._tell(report)
-
-    def _tell(self, report: OuterReport) -> OuterReport:
-        if self._on_event is not None:
-            self._on_event(report)
-        return report
 
     @contextmanager
     def eval_parameters(self) -> Iterator[None]:
@@ -193,12 +276,6 @@ class OuterLoop(Resumable):
                 for source, kept in zip(self._sources, own, strict=True):
                     for value, x in zip(source.values, kept, strict=True):
                         value.copy_(x)
-
-    def _count(self, tokens: Sequence[float]) -> bool:
-        """Count one inner step; return whether a sync is due."""
-        self._step += 1
-        self._tokens = [a + b for a, b in zip(self._tokens, tokens, strict=True)]
-        return self._step >= self._settings.sync_every
 
 
 def _index(names: Sequence[str], name: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import sqrt
@@ -25,10 +25,12 @@ class OuterReport:
     """One outer step, as this rank saw it; numbers about the model are the same on all ranks.
 
     round: the outer step's number, from 0. participants: workers that took part.
-    tokens: theirs since the last sync. fragment: which part of the model.
+    step: iterations since the last sync. tokens: the participants' since then.
+    fragment: which part of the model was synced, None for the whole.
     tensors: how many tensors were synced; statistics "over the model" are over these.
     bytes_sent, bytes_received, bytes_control: this rank's, payload and votes apart.
-    seconds: by phase (vote, statistics, exchange, operator, optimizer, return, total).
+    seconds: by phase (vote, statistics, exchange, operator, optimizer, return, total), and
+    ``waited``: how long training stood still, where the sync went on beside it.
     delta_norm: ‖Δ_r‖ of each participant. update_norm: what the anchor moved by.
     cosine: of each participant's delta with their weighted mean. sign_agreement: the mean over
     entries of |Σ sign Δ_r| / R. Both are from a sample, or of all entries in a full report; None
@@ -41,7 +43,7 @@ class OuterReport:
     step: int
     participants: int
     tokens: float
-    fragment: int = 0
+    fragment: int | None = None
     tensors: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -58,6 +60,15 @@ class OuterReport:
     def record(self) -> dict[str, Any]:
         """Return the report as plain data, for a line of JSON or a logger."""
         return asdict(self)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> OuterReport:
+        """Return the report that ``record`` gave, also after a way through JSON."""
+        lists = ("delta_norm", "cosine", "stable_rank")
+        given: dict[str, Any] = dict(record)
+        for key in lists:
+            given[key] = None if given[key] is None else tuple(given[key])
+        return cls(**given)
 
 
 OnReport = Callable[[OuterReport], None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +15,26 @@ import torch
 from torch import Tensor
 
 from ..errors import IncompatibleError, MergeWarning
-from . import state
+from . import background, state
 from .contribution import Source
 from .exchange import Exchange
 from .owner import Owner
 from .parameters import Parameters, Slot
+from .report import OuterReport
+from .settings import LoopSettings
+from .under_way import Outcome, UnderWay, snapshot
 
 
 @dataclass(frozen=True)
 class _Template:
-    """What of the workers' own belongs into a state: residuals always, unless a load says else."""
+    """What of the workers' own belongs into a state: residuals always, unless a load says else.
+
+    ``under_way`` are the names of tensors that were sent and not yet applied.
+    """
 
     worker: bool = False
     residual: bool = True
+    under_way: frozenset[str] = frozenset()
 
 
 class Resumable:
@@ -38,25 +47,39 @@ class Resumable:
     _sources: Sequence[Source]
     _owner: Owner
     _round: int
+    _settings: LoopSettings
+    _fragments: Sequence[Sequence[Slot]]
     _step: int
-    _tokens: list[float]
+    _since: list[int]
+    _tokens: list[list[float]]
+    _apart: bool
     _held: state.Held | None
+    _under_way: UnderWay | None
     _template = _Template()
 
-    def _begin_round(self) -> None:
-        """Count steps and tokens from nothing."""
-        self._step = 0
-        self._tokens = [0.0] * len(self._models)
+    def _begin_round(self, step: int = 0) -> None:
+        """Count each fragment's iterations and tokens from nothing, all workers being equal."""
+        self._step = step
+        self._since = [0] * len(self._fragments)
+        self._tokens = [[0.0] * len(self._fragments) for _ in self._models]
+        self._apart = False
+
+    @abstractmethod
+    def _commit(self, sent: UnderWay, outcome: Outcome, *, overwrite: bool = False) -> None:
+        """Give the result of an outer step to the workers."""
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return all it takes to go on; every rank must call it, unless the group has failed.
 
+        What is still under way is waited for, and is part of the state.
         ``anchor.<name>``, ``master.<name>``, ``outer.<name>.<key>`` and ``buffer.<name>`` are
         whole tensors, the same on every rank; within a round ``worker.<r>.<name>`` are those of
         this process's workers. After a failed exchange a rank gives what it decides itself.
         Raises SyncError where the exchange fails.
         """
+        if self._under_way is not None:
+            self._under_way.outcome()  # whose thread uses the group
         exchange, alone = self._exchange, self._exchange.failed
         found: dict[str, Any] = {
             f"anchor.{s.name}": exchange.joined(s, self._anchor[s.index]).clone()
@@ -66,11 +89,13 @@ class Resumable:
         found |= state.outer_state(exchange, self._owner, self._slots, alone=alone)
         found["param_groups"] = state.save_groups(self._owner)
         found["round"], found["step"] = torch.tensor(self._round), torch.tensor(self._step)
+        found["since"], found["apart"] = torch.tensor(self._since), torch.tensor(self._apart)
         found["workers"] = torch.tensor(exchange.workers)
+        found |= self._state_under_way()
         for source, model, tokens in zip(self._sources, self._models, self._tokens, strict=True):
-            if self._step or self._template.worker:
+            if self._apart or self._template.worker:
                 found |= state.own_state(exchange, source, self._slots, model.buffers)
-                key = f"worker.{source.worker}.tokens"
+                key = f"worker.{source.worker}.tokens"  # of each fragment
                 found[key] = torch.tensor(tokens, dtype=torch.float64)
             if not alone and self._template.residual:
                 found |= state.residuals(exchange, source, self._slots)
@@ -83,12 +108,18 @@ class Resumable:
         Raises IncompatibleError for the state of another model, and for one within a round that
         lacks this process's workers or has another number of workers. Nothing is changed then.
         """
-        given, step = state_dict, int(state_dict["step"])
-        same_workers = int(given["workers"]) == self._exchange.workers
-        self._check_state(given, step, same_workers)
+        given, since = state_dict, [int(n) for n in state_dict["since"]]
+        within, same_workers = bool(given["apart"]), int(given["workers"]) == self._exchange.workers
+        self._check_state(given, since, same_workers)
         round_ = int(given["round"])
         self._held = state.read_outer(given, self._owner.factory, self._slots, round_)
-        self._round, self._step = round_, step
+        if self._under_way is not None:
+            self._under_way.outcome()  # its thread is over before anything changes
+            self._under_way = None
+        self._begin_round()
+        self._round = round_
+        if within:
+            self._step, self._since, self._apart = int(given["step"]), since, True
         for slot in self._slots:
             self._take_anchor(slot, given[f"anchor.{slot.name}"])
         for slot in self._exchange.owned(self._slots):
@@ -97,13 +128,14 @@ class Resumable:
         state.load_groups(self._owner, given["param_groups"])
         for v, (source, model) in enumerate(zip(self._sources, self._models, strict=True)):
             own = f"worker.{source.worker}."
-            prefix = own if step else ""
+            prefix = own if within else ""
             for name, b in model.buffers.items():
                 b.copy_(given[f"{prefix}buffer.{name}"])
-            self._tokens[v] = float(given[f"{own}tokens"]) if step else 0.0
+            if within:
+                self._tokens[v] = given[f"{own}tokens"].tolist()
             source.residuals.clear()
             for slot in self._slots:
-                if step:
+                if within:
                     value = self._exchange.part(slot, given[own + slot.name])
                     source.values[slot.index].copy_(value)
                 left = given.get(f"{own}residual.{slot.name}") if same_workers else None
@@ -111,8 +143,70 @@ class Resumable:
                     left = self._exchange.part(slot, left, provided=True)
                     residual = torch.empty_like(left, device=source.values[slot.index].device)
                     source.residuals[slot.index] = residual.copy_(left)
+        self._load_under_way(given)
 
-    def _check_state(self, given: Mapping[str, Any], step: int, same_workers: bool) -> None:
+    def _state_under_way(self) -> dict[str, Any]:
+        """Return the new values that wait to be applied, and what their applying needs."""
+        sent = self._under_way
+        outcome = None if sent is None else sent.outcome()
+        names = self._template.under_way
+        where = [-1, 0]
+        if sent is not None and outcome is not None:
+            where = [-1 if sent.fragment is None else sent.fragment, sent.left]
+            names = frozenset(s.name for s in sent.slots)
+        found: dict[str, Any] = {"under_way": torch.tensor(where)}
+        if not names:
+            return found
+        for slot in (s for s in self._slots if s.name in names):
+            new = outcome.staged[slot.index] if outcome else self._anchor[slot.index]
+            found[f"under_way.new.{slot.name}"] = self._exchange.joined(slot, new).clone()
+            for source in sent.sources if sent else self._sources:
+                then = self._exchange.joined(slot, source.values[slot.index]).clone()
+                found[f"worker.{source.worker}.sent.{slot.name}"] = then
+        new_buffers = outcome.buffers if outcome else self._models[0].buffers
+        found |= {f"under_way.buffer.{k}": b.detach().clone() for k, b in new_buffers.items()}
+        step, tokens = (sent.step, sent.tokens) if sent else (0, [0.0] * len(self._sources))
+        record = outcome.report.record() if outcome else {}
+        for source, n in zip(self._sources, tokens, strict=True):
+            said = {"step": step, "tokens": n, "report": record}
+            found[f"worker.{source.worker}.under_way"] = json.dumps(said)
+        return found
+
+    def _load_under_way(self, given: Mapping[str, Any]) -> None:
+        where, left = given["under_way"].tolist()
+        if not left:
+            return
+        fragment = None if where < 0 else where
+        slots = self._slots if fragment is None else self._fragments[fragment]
+        said = [json.loads(given[f"worker.{s.worker}.under_way"]) for s in self._sources]
+        sources = [snapshot(source, slots) for source in self._sources]
+        staged: dict[int, Tensor] = {}
+        for slot in slots:
+            part = self._exchange.part(slot, given[f"under_way.new.{slot.name}"])
+            anchor = self._anchor[slot.index]
+            staged[slot.index] = torch.empty_like(anchor).copy_(part)
+            for source in sources:
+                then = given[f"worker.{source.worker}.sent.{slot.name}"]
+                source.values[slot.index].copy_(self._exchange.part(slot, then))
+        new_buffers = {
+            name: torch.empty_like(b).copy_(given[f"under_way.buffer.{name}"])
+            for name, b in self._models[0].buffers.items()
+        }
+        report = OuterReport.of_record(said[0]["report"])
+        self._under_way = UnderWay(
+            fragment,
+            slots,
+            left,
+            sources,
+            said[0]["step"],
+            [float(own["tokens"]) for own in said],
+            [dict(s.residuals) for s in sources],
+            background.done(lambda: Outcome(report, staged, new_buffers)),
+        )
+
+    def _check_state(
+        self, given: Mapping[str, Any], since: Sequence[int], same_workers: bool
+    ) -> None:
         for slot in self._slots:
             if f"anchor.{slot.name}" not in given:
                 raise IncompatibleError(
@@ -120,19 +214,26 @@ class Resumable:
                 )
             key = f"anchor.{slot.name}"
             state.check(key, given[key], tuple(slot.info.shape))
-        if not step:
+        if not bool(given["apart"]):
             return
+        if len(since) != len(self._fragments):
+            raise IncompatibleError(
+                f"the state was taken within a round of {len(since)} fragments, and there are "
+                f"{len(self._fragments)}",
+                hint="resume with as many fragments, or from a state taken after sync()",
+            )
         if not same_workers:
             raise IncompatibleError(
                 f"the state was taken within a round of {int(given['workers'])} workers, "
                 f"and there are {self._exchange.workers}",
-                hint="resume with as many workers, or from a state taken at a sync",
+                hint="resume with as many workers, or from a state taken at a sync; "
+                "with fragments, after sync()",
             )
         for source in self._sources:
             if f"worker.{source.worker}.{self._slots[0].name}" not in given:
                 raise IncompatibleError(
-                    f"the state was taken within a round, at step {step}, and has no parameters "
-                    f"of worker {source.worker}",
+                    f"the state was taken within a round, at step {max(since)}, and has no "
+                    f"parameters of worker {source.worker}",
                     hint="give each worker the state that it saved; from a folder of "
                     "torch.distributed.checkpoint, call load_checkpoint(folder)",
                 )
@@ -155,9 +256,12 @@ class Resumable:
             )
         own = {source.worker for source in self._sources}
         marks = [m for k in saved if (m := re.match(rf"{re.escape(key)}\.worker\.(\d+)\.(.*)", k))]
+        new = f"{key}.under_way.new."
         mine = [m[2] for m in marks if int(m[1]) in own]
         self._template = _Template(
-            worker="tokens" in mine, residual=any(k.startswith("residual.") for k in mine)
+            worker="tokens" in mine,
+            residual=any(k.startswith("residual.") for k in mine),
+            under_way=frozenset(k.removeprefix(new) for k in saved if k.startswith(new)),
         )
         try:
             wanted = self.state_dict()
@@ -178,6 +282,10 @@ class Resumable:
         exchange = self._exchange
         if not 0 <= src < exchange.workers:
             raise IncompatibleError(f"there is no worker {src} among {exchange.workers}")
+        sent, self._under_way = self._under_way, None
+        outcome = None if sent is None else sent.outcome()
+        if sent is not None and outcome is not None:
+            self._commit(sent, outcome)
         held = self._held or state.held_by(self._owner, self._slots, self._round)
         said = (self._round, sorted(held.masters), state.save_groups(self._owner))
         everyone = exchange.gather_all(said)

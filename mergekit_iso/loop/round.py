@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MergekitIsoError, NonFiniteError, SyncError
+from ..errors import NonFiniteError, SyncError
 from ..methods.base import Context, MergeMethod
 from .contribution import Source
 from .exchange import Exchange, Land
@@ -33,7 +33,7 @@ class Round:
 
     number: int
     step: int
-    fragment: int
+    fragment: int | None
     method: MergeMethod
     settings: LoopSettings
     exchange: Exchange
@@ -83,7 +83,7 @@ class Round:
                     )
                 with self._watch.phase("vote"):
                     observed, residual = self._close(observer)
-            except MergekitIsoError:
+            except BaseException:
                 self.owner.restore(saved)
                 raise
         traffic = self.exchange.traffic
@@ -111,7 +111,8 @@ class Round:
         rows = []
         for source, tokens in zip(self.sources, self.tokens, strict=True):
             norm, bad = measure(self.exchange.provided(source), self.slots)
-            ballot = Ballot(self.number, self.step, self.fragment, tokens, norm, bad, self.changed)
+            fragment = -1 if self.fragment is None else self.fragment
+            ballot = Ballot(self.number, self.step, fragment, tokens, norm, bad, self.changed)
             rows.append(ballot.row())
         everyone = self.exchange.gather_ranks(torch.stack(rows))
         ballots = [Ballot.of_worker(ranks) for ranks in everyone]
@@ -209,7 +210,7 @@ class Round:
 
     def _counted(self, land: Land) -> Land:
         verify = self.settings.verify_every
-        if not verify or (self.number + 1) % verify:
+        if not verify or (self.number // self.settings.parts + 1) % verify:
             return land
 
         def counted(slot: Slot, new: Tensor) -> None:

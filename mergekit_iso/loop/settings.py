@@ -30,7 +30,8 @@ class LoopSettings(Options):
 
     sync_every: Annotated[int, Field(ge=1, description="inner steps of a round")] = 30
     fragments: Annotated[
-        int, Field(ge=1, description="parts of the model that are synced at staggered steps")
+        Annotated[int, Field(ge=1)] | tuple[tuple[str, ...], ...],
+        Field(description="parts synced at staggered steps: how many, or the patterns of each"),
     ] = 1
     delay: Annotated[
         int, Field(ge=0, description="inner steps between sending a fragment and applying it")
@@ -80,19 +81,30 @@ class LoopSettings(Options):
     def __post_init__(self) -> None:
         if isinstance(self.exclude, (str, list)):
             object.__setattr__(self, "exclude", as_patterns("exclude", self.exclude))
+        if isinstance(self.fragments, (list, tuple)):
+            groups = tuple(as_patterns("fragments", group) for group in self.fragments)
+            object.__setattr__(self, "fragments", groups)
         super().__post_init__()
         as_patterns("exclude", self.exclude)
-        if self.sync_every % self.fragments:
+        parts = self.parts
+        if not parts:
+            raise MethodError("fragments cannot be empty: give a number, or groups of patterns")
+        if self.sync_every % parts:
             raise MethodError(
-                f"sync_every={self.sync_every} is no multiple of the {self.fragments} fragments",
+                f"sync_every={self.sync_every} is no multiple of the {parts} fragments",
                 hint="each fragment is synced once in sync_every steps, at equal distances",
             )
-        if self.delay >= self.sync_every // self.fragments:
+        if self.delay >= self.sync_every // parts:
             raise MethodError(
                 f"a delay of {self.delay} steps reaches the next sync, which is "
-                f"{self.sync_every // self.fragments} steps later",
+                f"{self.sync_every // parts} steps later",
                 hint="give a smaller delay, or a larger sync_every",
             )
+
+    @property
+    def parts(self) -> int:
+        """Number of fragments."""
+        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
 
     def check(self, method: MergeMethod) -> None:
         """Refuse (MethodError) an order that the method's contract does not allow."""

@@ -23,13 +23,14 @@ class Simulation(OuterLoop):
     """R workers' models and their outer step; made by :func:`simulate`."""
 
     def step(self, *, tokens: Sequence[float] | float = 0) -> OuterReport | None:
-        """Count one iteration of every worker; sync where a round is complete.
+        """Count one iteration of every worker; sync what is due.
 
         ``tokens`` are those of this iteration, one number per worker or one for each.
-        Returns the report of a sync, else None. Raises what :meth:`sync` does.
+        Returns the report of an outer step that was applied, else None. Raises what
+        :meth:`sync` does.
         """
         each = tokens if isinstance(tokens, Sequence) else [tokens] * len(self._models)
-        return self.sync() if self._count([float(t) for t in each]) else None
+        return self._count([float(t) for t in each])
 
 
 def simulate(
