@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import IncompatibleError
@@ -11,6 +12,26 @@ from ..methods.base import MergeMethod
 from .comm import Comm
 from .parameters import Parameters
 from .settings import LoopSettings
+
+
+@contextmanager
+def together(comm: Comm | None) -> Iterator[None]:
+    """Let an error in the block be heard by all ranks, which raise IncompatibleError then."""
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    said = None if mine is None else " ".join(str(mine).split())
+    everyone = [said] if comm is None else comm.gather_objects(said)
+    if mine is not None:
+        raise mine
+    for rank, other in enumerate(everyone):
+        if other is not None:
+            raise IncompatibleError(
+                f"rank {rank} cannot build its merger: {other}",
+                hint="build the same model and LoopedMerger on every rank",
+            )
 
 
 def check_agreement(

@@ -34,9 +34,9 @@ class Traffic:
 class Comm:
     """One rank's side of a process group.
 
-    ``device`` is where tensors that cross the group live. Every failure of a collective (a peer
-    that died or stalled, a destroyed group) raises SyncError, and ``failed`` says from then on
-    that the group is of no more use.
+    ``device`` is where tensors that cross the group live: the one given, or the CPU for gloo.
+    Every failure of a collective (a peer that died or stalled, a destroyed group) raises
+    SyncError, and ``failed`` says from then on that the group is of no more use.
     """
 
     group: dist.ProcessGroup
@@ -48,10 +48,14 @@ class Comm:
     failed: bool = False
 
     def __post_init__(self) -> None:
-        with self.failures("joining the process group"):
+        with self.failures("using the process group"):
             self.rank = dist.get_rank(self.group)
+            if self.rank < 0:
+                raise ValueError("this process is not in it")
             self.size = dist.get_world_size(self.group)
             self.backend = str(dist.get_backend(self.group))
+        if self.backend == "gloo":
+            self.device = torch.device("cpu")
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:
@@ -124,6 +128,7 @@ class Comm:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         self.traffic.control += row.nbytes * (self.size - 1)
         with self.failures("the vote"):
+            dist.get_backend(self.group)  # gloo would go on with a group that was destroyed
             dist.all_gather(rows, mine, group=self.group)
             return torch.stack(rows).cpu()
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..methods.base import MergeMethod
 from ..methods.registry import resolve_method
-from .agreement import check_agreement
+from .agreement import check_agreement, together
 from .comm import Comm, as_group
 from .exchange import Exchange, GroupExchange, LocalExchange
 from .fragments import split
@@ -94,38 +94,38 @@ class LoopedMerger(OuterLoop):
         on_event: OnReport | None = None,
         **options: Any,
     ) -> None:
-        operator = resolve_method(method, options)
-        settings = LoopSettings(
-            sync_every=sync_every,
-            fragments=fragments,  # type: ignore[arg-type]  # validated by LoopSettings
-            delay=delay,
-            apply=apply,
-            mix=mix,
-            order=order,
-            wire=wire,
-            deterministic=deterministic,
-            weights=weights,  # type: ignore[arg-type]
-            on_failure=on_failure,  # type: ignore[arg-type]
-            nonfinite=nonfinite,  # type: ignore[arg-type]
-            min_workers=min_workers,
-            verify_every=verify_every,
-            exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
-            seed=seed,
-            bucket_bytes=bucket_bytes,
-            report=report,  # type: ignore[arg-type]
-        )
-        parameters = Parameters(model, settings.exclude)
         members = as_group(group)
+        comm = None if members is None else Comm(members, _device(model))
+        rank, workers = (0, 1) if comm is None else (comm.rank, comm.size)
+        with together(comm):
+            operator = resolve_method(method, options)
+            settings = LoopSettings(
+                sync_every=sync_every,
+                fragments=fragments,  # type: ignore[arg-type]  # validated by LoopSettings
+                delay=delay,
+                apply=apply,
+                mix=mix,
+                order=order,
+                wire=wire,
+                deterministic=deterministic,
+                weights=weights,  # type: ignore[arg-type]
+                on_failure=on_failure,  # type: ignore[arg-type]
+                nonfinite=nonfinite,  # type: ignore[arg-type]
+                min_workers=min_workers,
+                verify_every=verify_every,
+                exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
+                seed=seed,
+                bucket_bytes=bucket_bytes,
+                report=report,  # type: ignore[arg-type]
+            )
+            parameters = Parameters(model, settings.exclude)
+            factory = outer_factory(operator, workers, outer, outer_lr, outer_momentum, nesterov)
         exchange: Exchange = LocalExchange(1)
-        rank, workers = 0, 1
-        if members is not None:
-            comm = Comm(members, _wire_device(parameters, members))
-            rank, workers = comm.rank, comm.size
+        if comm is not None:
             said = "given" if outer else str((outer_lr, outer_momentum, nesterov))
             check_agreement(comm, parameters, operator, settings, said)
             exchange = _exchange(comm, shard_mesh, parameters, operator, settings)
             _broadcast(comm, parameters)
-        factory = outer_factory(operator, workers, outer, outer_lr, outer_momentum, nesterov)
         super().__init__(
             [parameters],
             operator,
@@ -166,7 +166,7 @@ def _exchange(
         owners = _owners(parameters, method, settings, comm.size)
         return GroupExchange(comm, owners, settings.bucket_bytes, reduces=reduces)
     members = shard_group(shard_mesh)
-    inner = Comm(members, _wire_device(parameters, members))
+    inner = Comm(members, comm.device)
     check_grid(comm, inner)
     shards = find_shards(parameters, inner)
     check_layouts(comm, shards, [s.name for s in parameters.slots])
@@ -211,9 +211,8 @@ def _reduces(
     )
 
 
-def _wire_device(parameters: Parameters, group: ProcessGroup) -> torch.device:
-    device = parameters.local()[0].device
-    return torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else device
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @torch.no_grad()
