@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/mergekit-iso demo
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
 
 # mypy checks the packages as they are installed: cli/ inside mergekit_iso/.
 lint: $(INSTALLED)

@@ -36,13 +36,13 @@ class Guard:
         return None
 
     def agree(self, exchange: Exchange) -> None:
-        """Raise the first error of any process in all of them."""
+        """Raise the error of the first process that has one in all of them."""
         mine = self._error
         said = None if mine is None else (type(mine).__name__, str(mine), mine.hint)
-        found = exchange.gather_all(said)
-        if mine is not None:
-            raise mine
-        for other in found:
-            if other is not None:
-                kind, message, hint = other
-                raise getattr(errors, kind, SyncError)(message, hint=hint)
+        for other in exchange.gather_all(said):
+            if other is None:
+                continue
+            if other == said and mine is not None:
+                raise mine
+            kind, message, hint = other
+            raise getattr(errors, kind, SyncError)(message, hint=hint)
