@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .products import commuting_product, gram, positive_inverse
+from .products import commuting_product, gram, positive_inverse, symmetric_times
 
 #: Largest shift c of a first step in float32 (an error of about 2e-4), and of a leg's product.
 _MOST_SHIFT = 1000.0
@@ -68,10 +68,11 @@ def image(sigma: float, steps: Sequence[Weights]) -> float:
     return sigma
 
 
-def halley(X: Tensor, lower: float, done: float) -> tuple[Tensor, Tensor]:
-    """Return the polar factor of wide X (…, r, n), and its deviation from orthogonality (…).
+def halley(X: Tensor, lower: float, done: float, share: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the polar factor P of wide X (…, r, n), and P Pᵀ (…, r, r), which tells its error.
 
-    The first legs are designed for singular values in [lower, 1]·σ₁. Where the deviation
+    The first legs are designed for singular values in [lower, 1]·σ₁, or from ``share`` of the
+    smallest pivot on where that is larger. Where the deviation
     (:func:`deviation`) then exceeds ``done``, more legs follow for those down to REACH; what
     deviates after them is null, or rounding. Zero stays zero. float32 or float64.
     Raises torch.linalg.LinAlgError where rounding leaves X Xᵀ indefinite.
@@ -79,18 +80,18 @@ def halley(X: Tensor, lower: float, done: float) -> tuple[Tensor, Tensor]:
     R = gram(X)
     size = largest_eigenvalue(R)
     X, R = X / size.sqrt(), R / size
+    if share:
+        lower = max(lower, share * smallest_pivot(R))
     reached = REACH
     for leg in legs(lower, done):
         X = one_leg(X, R, leg)
         R = gram(X)
         reached = image(reached, leg)
-    left = deviation(R)
-    if bool((left > done).any()):
+    if bool((deviation(R) > done).any()):
         for leg in legs(reached, done):
             X = one_leg(X, R, leg)
             R = gram(X)
-        left = deviation(R)
-    return X, left
+    return X, R
 
 
 def halley_mixed(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +107,7 @@ def halley_mixed(X: Tensor) -> tuple[Tensor, Tensor]:
     R = gram(wide)
     size = largest_eigenvalue(R)
     R /= size
-    pivots, failed = torch.linalg.cholesky_ex(R)
-    if bool((failed > 0).any() or (pivots.diagonal(dim1=-2, dim2=-1) < REACH).any()):
+    if smallest_pivot(R) < REACH:
         # No pivot is below the smallest singular value: a direction is null, and all else wasted.
         return X, X.new_full(X.shape[:-2], torch.inf)
     first = weights(REACH)
@@ -115,7 +115,7 @@ def halley_mixed(X: Tensor) -> tuple[Tensor, Tensor]:
     for leg in legs(first.lower, 1e-3):
         X = one_leg(X, gram(X), leg)
     R = gram(X)
-    return torch.sub(1.5 * X, R @ X, alpha=0.5), deviation(R)
+    return torch.sub(1.5 * X, symmetric_times(R, X), alpha=0.5), deviation(R)
 
 
 def halley_mild(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,14 +130,13 @@ def halley_mild(X: Tensor) -> tuple[Tensor, Tensor]:
     R = gram(X)
     size = largest_eigenvalue(R)
     R /= size
-    pivots, failed = torch.linalg.cholesky_ex(R)
-    if bool((failed > 0).any() or (pivots.diagonal(dim1=-2, dim2=-1) < _MILD).any()):
+    if smallest_pivot(R) < _MILD:
         return X, X.new_full(X.shape[:-2], torch.inf)
     X = X / size.sqrt()
     for leg in legs(_MILD, 1e-3):
         X = one_leg(X, R, leg)
         R = gram(X)
-    return torch.sub(1.5 * X, R @ X, alpha=0.5), deviation(R)
+    return torch.sub(1.5 * X, symmetric_times(R, X), alpha=0.5), deviation(R)
 
 
 def one_leg(X: Tensor, R: Tensor, steps: Sequence[Weights]) -> Tensor:
@@ -157,7 +156,7 @@ def one_leg(X: Tensor, R: Tensor, steps: Sequence[Weights]) -> Tensor:
         M *= beta
         _add_to_diagonal(M, alpha)
         Z = M if Z is None else commuting_product(M, Z)
-    return X if Z is None else Z @ X
+    return X if Z is None else symmetric_times(Z, X)
 
 
 def largest_eigenvalue(R: Tensor, iterations: int = 12) -> Tensor:
@@ -172,6 +171,16 @@ def largest_eigenvalue(R: Tensor, iterations: int = 12) -> Tensor:
         v = R @ (v / torch.where(size == 0, 1.0, size))
         size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
     return torch.where(size == 0, 1.0, size)
+
+
+def smallest_pivot(R: Tensor) -> float:
+    """Return the smallest pivot of R = X Xᵀ (…, r, r), 0 where rounding leaves it indefinite.
+
+    No pivot of a Cholesky factor is below the smallest singular value of X.
+    """
+    pivots, failed = torch.linalg.cholesky_ex(R)
+    smallest = pivots.diagonal(dim1=-2, dim2=-1).amin(-1)
+    return float(torch.where(failed > 0, 0.0, smallest).min())
 
 
 def deviation(R: Tensor) -> Tensor:

@@ -29,13 +29,25 @@ from .newton_schulz import (
     wide,
 )
 from .products import commuting_product, gram, quick_float32_products
-from .spectrum import SVD, low_rank_svd, normalised, null_rtol, polar_by_gram, svd
+from .spectrum import (
+    SVD,
+    low_rank_svd,
+    normalised,
+    null_rtol,
+    polar_by_gram,
+    polar_by_gram_within,
+    svd,
+)
 
 _MOST_POLISH_STEPS = 12
 # Below these sizes LAPACK's SVD is the quickest (measured in docs/explanation/polar-factor.md).
 _SMALLEST_MIXED = 768
 _SMALLEST_MILD = 256
 _SMALLEST_HALLEY = 512
+# From these ratios of the sides on the eigenvectors of the Gram matrix are quicker than Halley
+# steps that are exact, and than those within a tolerance.
+_LONGER = 2
+_FAR_LONGER = 6
 # Halley's legs before the polish leave this deviation at most; one null direction far more.
 _CONVERGED = 3e-3
 # halley_mild leaves 1e-4 at most of the matrices that it is made for.
@@ -100,7 +112,7 @@ class Exact(PolarPolicy):
             short, long = sorted(A.shape[-2:])
             if self.null_rtol is None and (quick := _by_exact_halley(A)) is not None:
                 return _result(quick, A, torch.zeros(A.shape[:-2]).to(A))
-            if long >= 2 * short and rtol >= null_rtol(A.dtype):
+            if long >= _LONGER * short and rtol >= null_rtol(A.dtype):
                 return _by_gram(A, rtol)
         return _of_svd(svd(A), A, rtol)
 
@@ -161,13 +173,13 @@ class NewtonSchulz(PolarPolicy):
     def decompose(self, A: Tensor) -> PolarResult:
         """Return the iteration's result, the scale ⟨P, A⟩/r and the residual."""
         P = newton_schulz(A, self.schedule, norm_safety=self.norm_safety, norm_eps=self.norm_eps)
-        residual = _residual(P)
+        residual = _residual(_small_gram(P))
         if self.tolerance is not None:
             for _ in range(_MOST_POLISH_STEPS):
                 if bool((residual <= self.tolerance).all()):
                     break
                 P = wide(P, lambda X: newton_schulz_step(X, POLISH))
-                residual = _residual(P)
+                residual = _residual(_small_gram(P))
         return _result(P, A, residual)
 
 
@@ -194,8 +206,9 @@ class Halley(PolarPolicy):
         Raises torch.linalg.LinAlgError where rounding leaves a Gram matrix indefinite.
         """
         X, _ = normalised(A)
-        P = wide(X, lambda X: halley(X, self.smallest, self.tolerance)[0])
-        return _result(P, A, _residual(P))
+        tall = A.shape[-2] > A.shape[-1]
+        P, R = halley(X.mT if tall else X, self.smallest, self.tolerance)
+        return _result(P.mT if tall else P, A, _residual(R))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,21 +233,24 @@ class Fast(PolarPolicy):
             return Exact().decompose(A)
         if (low_rank := _by_low_rank(A, null_rtol(A.dtype))) is not None:
             return low_rank
-        P = self._quick(A)
-        if P is not None:
-            return _result(P, A, _residual(P))
+        quick = self._quick(A)
+        if quick is not None and bool((deviation(quick[1]) <= self.tolerance).all()):
+            return _result(quick[0], A, _residual(quick[1]))
         return _by_gram(A, null_rtol(A.dtype))
 
-    def _quick(self, A: Tensor) -> Tensor | None:
+    def _quick(self, A: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the polar factor P, and P Pᵀ or Pᵀ P, whichever is smaller."""
+        short, long = sorted(A.shape[-2:])
         if A.device.type != "cpu":
             P = self._by_products(A)
             # By torch's own product, so that the measurement does not lean on what it measures.
-            met = deviation(P.mT @ P if P.shape[-2] > P.shape[-1] else P @ P.mT) <= self.tolerance
-            return P if bool(met.all()) else None
-        # Squares are ill-conditioned (random matrices have a hard edge at 0), others rarely are.
-        square = max(A.shape[-2:]) < 1.5 * min(A.shape[-2:])
-        smallest = 1e-5 if square else 1e-3
-        return _by_halley(A, lambda X: halley(X, smallest, self.tolerance), self.tolerance)
+            return P, (P.mT @ P if P.shape[-2] > P.shape[-1] else P @ P.mT)
+        if A.dim() == 2 and long >= _FAR_LONGER * short:
+            return _wide_of(A, polar_by_gram_within)
+        # Squares are ill-conditioned (random matrices have a hard edge at 0), others rarely are,
+        # and their pivots then tell how little.
+        smallest, share = (1e-5, 0.0) if long < 1.5 * short else (1e-3, 0.5)
+        return _wide_of(A, lambda X: halley(X, smallest, self.tolerance, share))
 
     def _by_products(self, A: Tensor) -> Tensor:
         from . import triton_ops  # importing triton takes a quarter of a second
@@ -322,18 +338,28 @@ def mean_singular_value(A: Tensor) -> Tensor:
     return sigma.double().mean(-1).to(X.dtype) * largest[..., 0, 0]
 
 
+def _wide_of(
+    A: Tensor, iterate: Callable[[Tensor], tuple[Tensor, Tensor] | None]
+) -> tuple[Tensor, Tensor] | None:
+    """Return what an iteration gives for A, which it gets normalised and as a wide matrix."""
+    X, _ = normalised(A)
+    tall = A.shape[-2] > A.shape[-1]
+    try:
+        found = iterate(X.mT if tall else X)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return None
+    if found is None:
+        return None
+    P, measured = found
+    return (P.mT if tall else P), measured
+
+
 def _by_halley(
     A: Tensor, iterate: Callable[[Tensor], tuple[Tensor, Tensor]], most: float
 ) -> Tensor | None:
     """Return the polar factor, or None where the deviation of a matrix exceeds ``most``."""
-    X, _ = normalised(A)
-    try:
-        X, left = iterate(X.mT if A.shape[-2] > A.shape[-1] else X)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return None
-    if not bool((left <= most).all()):
-        return None
-    return X.mT if A.shape[-2] > A.shape[-1] else X
+    found = _wide_of(A, iterate)
+    return None if found is None or not bool((found[1] <= most).all()) else found[0]
 
 
 def _by_exact_halley(A: Tensor) -> Tensor | None:
@@ -343,7 +369,7 @@ def _by_exact_halley(A: Tensor) -> Tensor | None:
     # Squares are hardly ever as well-conditioned as that.
     if short >= _SMALLEST_MILD and long >= 1.5 * short:
         quick = _by_halley(A, halley_mild, _CONVERGED_MILD)
-    if quick is None and short >= _SMALLEST_MIXED:
+    if quick is None and short >= _SMALLEST_MIXED and long < _LONGER * short:
         quick = _by_halley(A, halley_mixed, _CONVERGED)
     return quick
 
@@ -371,8 +397,11 @@ def _result(P: Tensor, A: Tensor, residual: Tensor) -> PolarResult:
     return PolarResult(P, _mean_by_inner_product(P, A), residual)
 
 
-def _residual(P: Tensor) -> Tensor:
-    R = gram(P.mT if P.shape[-2] > P.shape[-1] else P)
+def _small_gram(P: Tensor) -> Tensor:
+    return gram(P.mT if P.shape[-2] > P.shape[-1] else P)
+
+
+def _residual(R: Tensor) -> Tensor:
     return _frobenius(R - commuting_product(R, R)) / sqrt(R.shape[-1])
 
 
@@ -383,5 +412,7 @@ def _frobenius(A: Tensor) -> Tensor:
 
 def _mean_by_inner_product(P: Tensor, A: Tensor) -> Tensor:
     X, largest = normalised(A)
-    inner = (P * X).sum(dim=(-2, -1), dtype=torch.float64)
+    if P.dim() == 2 and P.mT.is_contiguous():
+        P, X = P.mT, X.mT
+    inner = torch.einsum("...ij,...ij->...i", P, X).sum(-1, dtype=torch.float64)
     return (inner / min(A.shape[-2:])).to(A.dtype) * largest[..., 0, 0]

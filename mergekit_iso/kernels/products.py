@@ -89,6 +89,11 @@ def _symmetric(left: Tensor, right: Tensor) -> Tensor:
     return product
 
 
+def symmetric_times(Z: Tensor, X: Tensor) -> Tensor:
+    """Return Z X of symmetric Z (…, r, r), laid out in memory as X (…, r, n) is."""
+    return Z @ X if X.is_contiguous() else (X.mT @ Z).mT
+
+
 def positive_inverse(A: Tensor) -> Tensor:
     """Return the inverse of a symmetric positive definite A (…, r, r), symmetric.
 

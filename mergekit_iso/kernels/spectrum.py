@@ -8,11 +8,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .products import gram, symmetric_times
+
 Norm = Literal["nuclear", "frobenius"]
 
 
 # Narrower sketches would save nothing.
 _NARROWEST_SKETCH = 64
+# A matrix with a largest entry between this and its inverse is left as it is.
+_SAFE = 1e-10
+# Columns of a wide matrix that are worked on in float64 at once.
+_COLUMNS = 4096
+# A float32 Gram matrix with pivots above this share of its largest entry tells all directions.
+_MILD_GRAM = 1e-3
 
 
 class SVD(NamedTuple):
@@ -29,14 +37,19 @@ def null_rtol(dtype: torch.dtype) -> float:
 
 
 def normalised(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A / max|A| and max|A| (…, 1, 1) of every matrix; a zero matrix is divided by 1.
+    """Return A / c and c (…, 1, 1) of every matrix, c a power of two near max|A|.
 
     Squares of entries below 1e-19 or above 1e19 leave the range of float32, so whatever sums
-    squares works on the first and multiplies by the second at the end.
+    squares works on the first and multiplies by the second at the end. A power of two rounds
+    nothing, so where the division is not needed it is left out, and c is 1.
     """
-    largest = A.abs().amax(dim=(-2, -1), keepdim=True)
-    largest = torch.where(largest == 0, 1.0, largest)
-    return A / largest, largest
+    low, high = A.aminmax() if A.dim() == 2 else A.flatten(-2).aminmax(dim=-1)
+    largest = torch.maximum(-low, high)
+    if A.dim() == 2 and A.device.type == "cpu" and _SAFE < float(largest) < 1 / _SAFE:
+        return A, A.new_ones(1, 1)
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
+    scale = torch.where(largest == 0, 1.0, scale)[..., None, None]
+    return A / scale, scale
 
 
 def svd(A: Tensor) -> SVD:
@@ -93,19 +106,58 @@ def polar_by_gram(A: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
 
     From the eigenvectors of the smaller Gram matrix, all in float64: forming it squares the
     condition, so float32's null bound of 2e-6 becomes 4e-12, well within float64's precision.
-    The quickest exact way for float32 matrices at least twice as long as wide.
+    The quickest exact way for float32 matrices far longer than wide.
     """
-    X, largest = normalised(A.double())
+    # Squares of float32 numbers are within float64's range.
+    X, largest = (
+        normalised(A)
+        if A.dtype == torch.float64
+        else (A, A.new_ones(A.shape[:-2])[..., None, None])
+    )
     tall = A.shape[-2] > A.shape[-1]
-    R = X.mT @ X if tall else X @ X.mT
+    X = X.mT if tall else X
+    root, sigma = _inverse_root(_wide_gram(X), rtol)
+    P = torch.empty_like(X)
+    for part, factor in zip(
+        torch.split(X, _COLUMNS, -1), torch.split(P, _COLUMNS, -1), strict=True
+    ):
+        factor.copy_(symmetric_times(root, part.double()))
+    return (P.mT if tall else P), (sigma * largest[..., 0].double()).to(A.dtype)
+
+
+def polar_by_gram_within(X: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the polar factor P of wide float32 X (r, n), and P Pᵀ, which tells its error.
+
+    As :func:`polar_by_gram` with the long products in float32, the first of them only where the
+    pivots of its Cholesky factor are those of a condition that float32 can square. The error is
+    about eps times the condition. None where a direction is null.
+    """
+    R = gram(X)
+    diagonal = torch.linalg.cholesky_ex(R).L.diagonal()
+    mild = bool(diagonal.min() ** 2 > _MILD_GRAM * R.diagonal().max())
+    root, sigma = _inverse_root(R.double() if mild else _wide_gram(X), null_rtol(X.dtype))
+    if not bool(sigma.min() > 0):
+        return None
+    P = symmetric_times(root.to(X.dtype), X)
+    return P, gram(P)
+
+
+def _wide_gram(X: Tensor) -> Tensor:
+    """Return X Xᵀ of X (…, r, n) in float64, a part of the columns at a time."""
+    first, *others = torch.split(X, _COLUMNS, -1)
+    R = gram(first.double())
+    for part in others:
+        R += gram(part.double())
+    return R
+
+
+def _inverse_root(R: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
+    """Return R^(−1/2) of float64 R = X Xᵀ (…, r, r) and X's σ; null directions are 0 in both."""
     eigenvalues, Q = torch.linalg.eigh(R)
     sigma = eigenvalues.clamp_min(0).sqrt()
     kept = sigma > rtol * sigma[..., -1:]
     inverse = torch.where(kept, 1 / torch.where(kept, sigma, 1.0), 0.0)
-    root = (Q * inverse[..., None, :]) @ Q.mT
-    P = X @ root if tall else root @ X
-    sigma = torch.where(kept, sigma, 0.0)
-    return P.to(A.dtype), (sigma * largest[..., 0]).to(A.dtype)
+    return (Q * inverse[..., None, :]) @ Q.mT, torch.where(kept, sigma, 0.0)
 
 
 def flatten(sigma: Tensor, r: int, norm: Norm = "nuclear", power: float = 0.0) -> Tensor:
