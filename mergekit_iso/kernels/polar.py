@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import MethodError
 from ..options import Options
-from .halley import deviation, halley, halley_mild, halley_mixed
+from .halley import deviation, halley, halley_mild, halley_mixed, halley_steep
 from .newton_schulz import (
     POLISH,
     SCHEDULES,
@@ -249,8 +249,9 @@ class Fast(PolarPolicy):
             return _wide_of(A, polar_by_gram_within)
         # Squares are ill-conditioned (random matrices have a hard edge at 0), others rarely are,
         # and their pivots then tell how little.
-        smallest, share = (1e-5, 0.0) if long < 1.5 * short else (1e-3, 0.5)
-        return _wide_of(A, lambda X: halley(X, smallest, self.tolerance, share))
+        if long < 1.5 * short:
+            return _wide_of(A, lambda X: halley_steep(X, self.tolerance))
+        return _wide_of(A, lambda X: halley(X, 1e-3, self.tolerance, share=0.5))
 
     def _by_products(self, A: Tensor) -> Tensor:
         from . import triton_ops  # importing triton takes a quarter of a second
