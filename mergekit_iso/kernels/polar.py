@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import MethodError
 from ..options import Options
+from .choice import EXACT, FAST, QUICK, Quick, choose
 from .halley import deviation, halley, halley_mild, halley_mixed, halley_steep
 from .newton_schulz import (
     POLISH,
@@ -40,18 +41,14 @@ from .spectrum import (
 )
 
 _MOST_POLISH_STEPS = 12
-# Below these sizes LAPACK's SVD is the quickest (measured in docs/explanation/polar-factor.md).
-_SMALLEST_MIXED = 768
-_SMALLEST_MILD = 256
-_SMALLEST_HALLEY = 512
-# From these ratios of the sides on the eigenvectors of the Gram matrix are quicker than Halley
-# steps that are exact, and than those within a tolerance.
-_LONGER = 2
-_FAR_LONGER = 6
 # Halley's legs before the polish leave this deviation at most; one null direction far more.
 _CONVERGED = 3e-3
 # halley_mild leaves 1e-4 at most of the matrices that it is made for.
 _CONVERGED_MILD = 2e-4
+_EXACT_HALLEY = {
+    "halley_mild": (halley_mild, _CONVERGED_MILD),
+    "halley_mixed": (halley_mixed, _CONVERGED),
+}
 # Iterations in float16 reach this on spectra down to a condition of 1e3.
 _HALF_PRECISION = 2e-2
 
@@ -90,11 +87,10 @@ class PolarPolicy(Options):
 class Exact(PolarPolicy):
     """As by SVD, with null directions dropped: the semantic reference.
 
-    What is quickest at a float32 SVD's accuracy: a small SVD where the rank is low, Halley steps
-    in float32 for oblong matrices of a condition below ten, for other large ones Halley steps of
-    which the first is in float64, and where those leave a direction short of 1, or the matrix
-    is small, the float64 eigenvectors of the Gram matrix if one side is twice the other. For
-    everything else the SVD itself.
+    What is quickest at a float32 SVD's accuracy: a small SVD where the rank is low, else the
+    kernels of :mod:`.choice` in turn until one succeeds. Halley steps succeed where they leave
+    no direction short of 1; the eigenvectors of the Gram matrix, in float64 for matrices twice
+    as long as wide, and the SVD itself always do.
     """
 
     name: ClassVar[str] = "exact"
@@ -108,12 +104,18 @@ class Exact(PolarPolicy):
         rtol = null_rtol(A.dtype) if self.null_rtol is None else self.null_rtol
         if (low_rank := _by_low_rank(A, rtol)) is not None:
             return low_rank
-        if A.dtype == torch.float32:
-            short, long = sorted(A.shape[-2:])
-            if self.null_rtol is None and (quick := _by_exact_halley(A)) is not None:
-                return _result(quick, A, torch.zeros(A.shape[:-2]).to(A))
-            if long >= _LONGER * short and rtol >= null_rtol(A.dtype):
+        for kernel in choose(A, EXACT) if A.dtype == torch.float32 else ("svd",):
+            if kernel == "svd":
+                break
+            if kernel == "gram":
+                # Forming a float64 Gram matrix leaves nothing of directions below.
+                if rtol < null_rtol(A.dtype):
+                    break
                 return _by_gram(A, rtol)
+            iterate, most = _EXACT_HALLEY[kernel]
+            # Steps that converge a direction can't drop it, so another null bound needs its σ.
+            if self.null_rtol is None and (P := _by_halley(A, iterate, most)) is not None:
+                return _result(P, A, torch.zeros(A.shape[:-2]).to(A))
         return _of_svd(svd(A), A, rtol)
 
 
@@ -215,41 +217,42 @@ class Halley(PolarPolicy):
 class Fast(PolarPolicy):
     """The quickest kernel for the device and shape that meets a measured tolerance, else exact.
 
-    On a CPU Halley steps from 512 rows and columns on, below that the SVD; elsewhere
-    Newton–Schulz. What is measured is the deviation from orthogonality ‖P Pᵀ − I‖_F / √r, which
-    unconverged and null directions raise alike; where it stays above the tolerance the float64
-    eigenvectors of the Gram matrix decide, and the residual is 0.
+    Which one that is says :mod:`.choice`, or ``kernel``. What is measured is the deviation from
+    orthogonality ‖P Pᵀ − I‖_F / √r, which unconverged and null directions raise alike; where it
+    stays above the tolerance the float64 eigenvectors of the Gram matrix decide, and the residual
+    is 0.
     """
 
     name: ClassVar[str] = "fast"
     tolerance: Annotated[
         float, Field(gt=1e-5, lt=1, description="largest deviation from orthogonality accepted")
     ] = 1e-3
+    kernel: Annotated[
+        Quick | None,
+        Field(description=f"None: by device and shape; or {', '.join(QUICK)}"),
+    ] = None
 
     def decompose(self, A: Tensor) -> PolarResult:
         """Return the first of the two results that meets the tolerance."""
-        small = min(A.shape[-2:]) < _SMALLEST_HALLEY
-        if A.device.type == "cpu" and (small or A.dtype == torch.float64):
+        kernel = self.kernel or choose(A, FAST)[0]
+        if kernel == "svd" or (A.device.type == "cpu" and A.dtype == torch.float64):
             return Exact().decompose(A)
         if (low_rank := _by_low_rank(A, null_rtol(A.dtype))) is not None:
             return low_rank
-        quick = self._quick(A)
+        quick = self._quick(A, kernel)
         if quick is not None and bool((deviation(quick[1]) <= self.tolerance).all()):
             return _result(quick[0], A, _residual(quick[1]))
         return _by_gram(A, null_rtol(A.dtype))
 
-    def _quick(self, A: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _quick(self, A: Tensor, kernel: str) -> tuple[Tensor, Tensor] | None:
         """Return the polar factor P, and P Pᵀ or Pᵀ P, whichever is smaller."""
-        short, long = sorted(A.shape[-2:])
-        if A.device.type != "cpu":
+        if kernel == "newton_schulz":
             P = self._by_products(A)
             # By torch's own product, so that the measurement does not lean on what it measures.
             return P, (P.mT @ P if P.shape[-2] > P.shape[-1] else P @ P.mT)
-        if A.dim() == 2 and long >= _FAR_LONGER * short:
+        if kernel == "gram":
             return _wide_of(A, polar_by_gram_within)
-        # Squares are ill-conditioned (random matrices have a hard edge at 0), others rarely are,
-        # and their pivots then tell how little.
-        if long < 1.5 * short:
+        if kernel == "halley_steep":
             return _wide_of(A, lambda X: halley_steep(X, self.tolerance))
         return _wide_of(A, lambda X: halley(X, 1e-3, self.tolerance, share=0.5))
 
@@ -361,18 +364,6 @@ def _by_halley(
     """Return the polar factor, or None where the deviation of a matrix exceeds ``most``."""
     found = _wide_of(A, iterate)
     return None if found is None or not bool((found[1] <= most).all()) else found[0]
-
-
-def _by_exact_halley(A: Tensor) -> Tensor | None:
-    """Return the polar factor as accurate as a float32 SVD's, or None where Halley steps fail."""
-    short, long = sorted(A.shape[-2:])
-    quick = None
-    # Squares are hardly ever as well-conditioned as that.
-    if short >= _SMALLEST_MILD and long >= 1.5 * short:
-        quick = _by_halley(A, halley_mild, _CONVERGED_MILD)
-    if quick is None and short >= _SMALLEST_MIXED and long < _LONGER * short:
-        quick = _by_halley(A, halley_mixed, _CONVERGED)
-    return quick
 
 
 def _by_low_rank(A: Tensor, rtol: float) -> PolarResult | None:

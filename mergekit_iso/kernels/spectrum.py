@@ -126,17 +126,18 @@ def polar_by_gram(A: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
 
 
 def polar_by_gram_within(X: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the polar factor P of wide float32 X (r, n), and P Pᵀ, which tells its error.
+    """Return the polar factor P of wide float32 X (…, r, n), and P Pᵀ, which tells its error.
 
     As :func:`polar_by_gram` with the long products in float32, the first of them only where the
     pivots of its Cholesky factor are those of a condition that float32 can square. The error is
     about eps times the condition. None where a direction is null.
     """
     R = gram(X)
-    diagonal = torch.linalg.cholesky_ex(R).L.diagonal()
-    mild = bool(diagonal.min() ** 2 > _MILD_GRAM * R.diagonal().max())
+    pivots = torch.linalg.cholesky_ex(R).L.diagonal(dim1=-2, dim2=-1)
+    largest = R.diagonal(dim1=-2, dim2=-1).amax(-1)
+    mild = bool((pivots.amin(-1) ** 2 > _MILD_GRAM * largest).all())
     root, sigma = _inverse_root(R.double() if mild else _wide_gram(X), null_rtol(X.dtype))
-    if not bool(sigma.min() > 0):
+    if not bool((sigma > 0).all()):
         return None
     P = symmetric_times(root.to(X.dtype), X)
     return P, gram(P)

@@ -12,6 +12,9 @@ from ..tensors import task_vector_of
 from .parameters import Slot
 from .wire import Codec, as_bytes
 
+# Elements of a flat chunk: those of all workers and what is computed from them stay in cache.
+CHUNK = 1 << 18
+
 
 @dataclass(frozen=True)
 class Contribution:

@@ -302,8 +302,7 @@ class GroupExchange:
                 under_way.append(self._send(group, source))
             if k + 1 < len(groups):
                 under_way.append(self._send(groups[k + 1], source))
-            received = under_way.pop(0).wait()
-            yield from self._unpack(group, source, received, participants)
+            yield from self._unpack(group, source, under_way.pop(0).wait(), participants)
 
     def collect_sums(
         self, slots: Sequence[Slot], term: Callable[[Slot], Tensor]
@@ -380,18 +379,17 @@ class GroupExchange:
         offset = 0
         for slot in mine:
             n = source.payload_bytes(slot)
-            own = source.contribution(slot)
-            device = own.tensor.device
-            yield (
-                slot,
-                [
-                    own
-                    if r == self.comm.rank
-                    else source.decode(slot, received[start[r] + offset :][:n].to(device), r)
-                    for r in participants
-                ],
-            )
+            device = source.values[slot.index].device
+            contributions = [
+                source.contribution(slot)
+                if r == self.comm.rank
+                else source.decode(slot, received[start[r] + offset :][:n].to(device), r)
+                for r in participants
+            ]
             offset += _padded(n)
+            if slot is mine[-1]:
+                del received  # the caller can let its parts go
+            yield slot, contributions
 
     def _return(
         self, mine: Sequence[Slot], rank: int, source: Source, new: Callable[[Slot], Tensor]

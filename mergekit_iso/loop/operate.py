@@ -16,12 +16,10 @@ from ..methods.base import (
     Worker,
     combine_unit,
     local_delta,
+    weighted_sum,
 )
-from .contribution import Contribution, Source
+from .contribution import CHUNK, Contribution, Source
 from .parameters import Slot
-
-# Elements of a flat chunk: those of all workers and what is computed from them stay in cache.
-CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,27 @@ def combine(
         return method.finalize(total, slot.info, unit) if finalized else total
 
     return by_units(method, slot, ctx, work, gathered.anchor.device)
+
+
+def adds_up(method: MergeMethod, slot: Slot) -> bool:
+    """Whether a matrix operator on this slot needs but the sum of plain deltas."""
+    return (
+        method.requires.workers == "sum"
+        and method.requires.unit == "matrix"
+        and slot.info.spectral
+        and type(method).local is MergeMethod.local
+    )
+
+
+def sum_of(gathered: Gathered, ctx: Context) -> Tensor:
+    """Return Σ w_r Δ_r in compute dtype and the tensor's shape, entry by entry."""
+    slot = gathered.slot
+    total = torch.empty(slot.info.shape, dtype=slot.compute, device=gathered.anchor.device)
+    for offset in range(0, slot.info.numel, CHUNK):
+        part = slice(offset, offset + CHUNK)
+        deltas = (c.delta(gathered.anchor, slot.compute, part) for c in gathered.contributions)
+        total.view(-1)[part] = weighted_sum(deltas, ctx.weights)
+    return total
 
 
 def term(method: MergeMethod, source: Source, slot: Slot, weight: float, ctx: Context) -> Tensor:

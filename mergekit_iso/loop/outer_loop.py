@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import MergeWarning, MethodError, SyncError
+from ..kernels.memory import keep_freed_memory
 from ..methods.base import MergeMethod
 from . import background, buffers
 from .contribution import Source
@@ -78,6 +79,7 @@ class OuterLoop(Resumable):
         self._under_way = None
         self._round = 0
         self._begin_round()
+        keep_freed_memory()
 
     @property
     def outer_optimizer(self) -> Optimizer:
@@ -171,6 +173,11 @@ class OuterLoop(Resumable):
         @torch.no_grad()
         def work() -> Outcome:
             report = round_.run(land)
+            for source in self._sources:
+                if source.worker not in round_.participants.workers:
+                    # What it held back is no better than what it was left out for.
+                    for slot in slots:
+                        source.residuals.pop(slot.index, None)
             new = buffers.gather(self._exchange, own_buffers, round_.participants)
             return Outcome(report, staged, new)
 

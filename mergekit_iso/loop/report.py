@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..methods.base import weighted_sum
-from .contribution import Contribution
-from .operate import CHUNK, Gathered
+from .contribution import CHUNK, Contribution
+from .operate import Gathered
 
 # Entries of a tensor that a cheap report looks at.
 _SAMPLED = 1 << 14

@@ -14,7 +14,7 @@ from ..methods.base import Context, MergeMethod
 from .contribution import Source
 from .exchange import Exchange, Land
 from .guard import Guard
-from .operate import Gathered, combine, finalize, partials, stream, term
+from .operate import Gathered, adds_up, combine, finalize, partials, stream, sum_of, term
 from .owner import Owner, Saved
 from .parameters import Slot
 from .report import Observed, Observer, OuterReport, Stopwatch
@@ -155,7 +155,14 @@ class Round:
             with self._watch.phase("report"):
                 observer.deltas(gathered)
             with self._watch.phase("operator"):
-                if votes:  # the majority is known once every tensor has been seen
+                if adds_up(self.method, slot) and self.settings.report != "full":
+                    total = self._guard.run(slot.name, sum_of, gathered, ctx)
+                    contributions.clear()  # as large as the tensor, R times
+                    if total is not None and finalized:
+                        total = self._guard.run(slot.name, finalize, self.method, slot, total, ctx)
+                    if total is not None:
+                        combined[slot.index] = total
+                elif votes:  # the majority is known once every tensor has been seen
                     held.append(gathered)
                     share = self._guard.run(slot.name, partials, self.method, gathered, stats, ctx)
                     shares += share or 0

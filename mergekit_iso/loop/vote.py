@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import IncompatibleError, NonFiniteError, SyncError
-from .contribution import Source
+from ..tensors import task_vector_of
+from .contribution import CHUNK, Source
 from .parameters import Slot
 from .settings import LoopSettings
 
@@ -81,11 +82,25 @@ def measure(source: Source, slots: Sequence[Slot]) -> tuple[float, int]:
     """Return ‖Δ_r‖ over all slots, and the index of the first slot that is not finite, or −1."""
     total = 0.0
     for slot in slots:
-        norm = float(torch.linalg.vector_norm(source.delta(slot), dtype=torch.float64))
-        if not isfinite(norm):
-            return norm, slot.index
-        total += norm * norm
+        square = _square_norm(source, slot)
+        if not isfinite(square):
+            return sqrt(square) if square > 0 else square, slot.index
+        total += square
     return sqrt(total), _NONE
+
+
+def _square_norm(source: Source, slot: Slot) -> float:
+    """Return ‖Δ_r‖² of a slot, a cache-sized chunk at a time; not finite where Δ_r is not."""
+    values, anchor = source.values[slot.index].reshape(-1), source.anchor[slot.index].reshape(-1)
+    total = 0.0
+    for offset in range(0, len(values), CHUNK):
+        part = slice(offset, offset + CHUNK)
+        delta = task_vector_of(anchor[part], values[part], slot.compute)
+        square = float(torch.dot(delta, delta))
+        if not 1e-30 < square < 1e30:  # it may have left the range of float32
+            square = float(delta.double().square().sum())
+        total += square
+    return total
 
 
 def count(ballots: Sequence[Ballot], settings: LoopSettings, names: Sequence[str]) -> Participants:

@@ -117,7 +117,7 @@ class IsoC(MergeMethod):
         factor, mean, residual = decompose(total, self.polar)
         ctx.note("residual", residual)
         level = mean if self.norm == "nuclear" else rms_singular_value(total)
-        return factor * level[..., None, None]
+        return factor.mul_(level[..., None, None])
 
     def _by_svd(self, A: Tensor) -> Tensor:
         U, sigma, Vh = leading(A, rtol=rank_cutoff(self.polar, self.rank_tolerance, A.dtype))

@@ -272,6 +272,21 @@ def test_a_worker_with_infinities_can_be_left_out(weights: str) -> None:
         assert skipped == "worker 1 has a NaN or infinity in temperature"
 
 
+def test_what_was_held_back_goes_with_a_worker_that_is_left_out() -> None:
+    models: list[nn.Module] = [uneven(), uneven()]
+    loop = simulate(models, "average", sync_every=1, nonfinite="leave_out", wire="int8")
+    for step in range(3):
+        for r, model in enumerate(models):
+            wander(model, r, step)
+        if step == 1:
+            with torch.no_grad():
+                models[1].get_parameter("1.weight").fill_(math.nan)
+        report = loop.step()
+        assert report is not None
+        assert report.participants == (1 if step == 1 else 2)
+    assert all(bool(x.isfinite().all()) for x in values(models[0]).values())
+
+
 def test_but_not_below_the_fewest_workers() -> None:
     for outcome in try_ranks(3, left_out, "uniform", 3):
         assert outcome.error is None, outcome.error[2]
