@@ -106,6 +106,43 @@ def finalize(method: MergeMethod, slot: Slot, total: Tensor, ctx: Context) -> Te
     return by_units(method, slot, ctx, work, total.device)
 
 
+def finalize_alike(
+    method: MergeMethod, slots: Sequence[Slot], totals: Sequence[Tensor], ctx: Context
+) -> list[Tensor]:
+    """Return ``finalize`` of matrices of one shape, as one stack: what each alone gives.
+
+    One call per step of an iteration, in place of one per matrix, is what a GPU needs. A method
+    that draws by name is given each alone.
+    """
+    if len(slots) == 1 or method.requires.random:
+        return [finalize(method, s, t, ctx) for s, t in zip(slots, totals, strict=True)]
+    first = slots[0].info
+    info = replace(first, shape=(len(slots), *first.shape), role="experts")
+    return list(method.finalize(torch.stack(list(totals)), info, ctx).unbind(0))
+
+
+class Batches:
+    """Slots of equal shape and dtype, gathered until they are worth one call."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._groups: dict[tuple[tuple[int, ...], torch.dtype], list[Slot]] = {}
+
+    def add(self, slot: Slot) -> list[Slot]:
+        """Take a slot; return its group where that has reached the limit of bytes, else nothing."""
+        key = slot.info.shape, slot.compute
+        group = self._groups.setdefault(key, [])
+        group.append(slot)
+        if len(group) * slot.info.numel * slot.compute.itemsize < self._limit:
+            return []
+        return self._groups.pop(key)
+
+    def rest(self) -> list[list[Slot]]:
+        """Return the groups that are left."""
+        groups, self._groups = list(self._groups.values()), {}
+        return groups
+
+
 def partials(
     method: MergeMethod, gathered: Gathered, stats: Mapping[int, Any], ctx: Context
 ) -> int:

@@ -14,7 +14,18 @@ from ..methods.base import Context, MergeMethod
 from .contribution import Source
 from .exchange import Exchange, Land
 from .guard import Guard
-from .operate import Gathered, adds_up, combine, finalize, partials, stream, sum_of, term
+from .operate import (
+    Batches,
+    Gathered,
+    adds_up,
+    combine,
+    finalize,
+    finalize_alike,
+    partials,
+    stream,
+    sum_of,
+    term,
+)
 from .owner import Owner, Saved
 from .parameters import Slot
 from .report import Observed, Observer, OuterReport, Stopwatch
@@ -145,6 +156,16 @@ class Round:
         if self.exchange.reduces:
             self._combine_sums(participants, ctx, combined, finalized=finalized)
             return combined
+
+        def flatten(slots: Sequence[Slot]) -> None:
+            totals = [combined[s.index] for s in slots]
+            for slot, merged in zip(
+                slots, finalize_alike(self.method, slots, totals, ctx), strict=True
+            ):
+                combined[slot.index] = merged
+
+        # A CPU gains nothing from stacks, and would hold them.
+        batches = Batches(self.settings.bucket_bytes if self._on_accelerator() else 1)
         votes = "merged_model" in self.method.requires.stats
         held: list[Gathered] = []
         shares = 0
@@ -158,16 +179,19 @@ class Round:
                 if adds_up(self.method, slot) and self.settings.report != "full":
                     total = self._guard.run(slot.name, sum_of, gathered, ctx)
                     contributions.clear()  # as large as the tensor, R times
-                    if total is not None and finalized:
-                        total = self._guard.run(slot.name, finalize, self.method, slot, total, ctx)
                     if total is not None:
                         combined[slot.index] = total
+                        if finalized and (group := batches.add(slot)):
+                            self._guard.run(slot.name, flatten, group)
                 elif votes:  # the majority is known once every tensor has been seen
                     held.append(gathered)
                     share = self._guard.run(slot.name, partials, self.method, gathered, stats, ctx)
                     shares += share or 0
                 else:
                     self._guard.run(slot.name, merge, gathered, ctx)
+        with self._watch.phase("operator"):
+            for group in batches.rest():
+                self._guard.run(group[0].name, flatten, group)
         if votes:
             elected = self.method.elect(self.exchange.gather_all(shares))
             ctx = replace(ctx, elected=lambda: elected)
@@ -175,6 +199,9 @@ class Round:
                 for gathered in held:
                     self._guard.run(gathered.slot.name, merge, gathered, ctx)
         return combined
+
+    def _on_accelerator(self) -> bool:
+        return any(a.device.type != "cpu" for a in self.owner.anchor.values())
 
     def _combine_sums(
         self,

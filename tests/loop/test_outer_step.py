@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from mergekit_iso import LoopedMerger, list_methods, merge, simulate
 from mergekit_iso.errors import MethodError
 from mergekit_iso.kernels.random import keep_mask
+from mergekit_iso.loop.round import Round
 from mergekit_iso.loop.settings import DEFAULT_LOOP_EXCLUDE
 from mergekit_iso.methods import get_method
 
@@ -493,3 +495,29 @@ def in_groups(rank: int, world: int) -> list[str]:
 @pytest.mark.distributed
 def test_a_group_of_one_and_a_rank_that_owns_nothing() -> None:
     assert run_ranks(2, in_groups) == [[], []]
+
+
+@pytest.mark.parametrize("method", ["iso_c", "iso_c_fast", "iso_c_ns", "average"])
+@pytest.mark.parametrize("limit", [1, 20_000, 1 << 20])
+def test_matrices_of_one_shape_at_once_are_each_alone(
+    method: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the owner works on an accelerator, of which there is none in the tests."""
+    shapes = [(24, 16), (16, 24), (24, 16), (24, 16), (5,)]
+
+    def models() -> list[nn.Module]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        return [nn.ParameterList(parameters), copy.deepcopy(nn.ParameterList(parameters))]
+
+    alone, together = models(), models()
+    loops = [simulate(m, method, sync_every=1, bucket_bytes=limit) for m in (alone, together)]
+    for step in range(2):
+        for r in range(2):
+            wander(alone[r], r, step)
+            wander(together[r], r, step)
+        loops[0].step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Round, "_on_accelerator", lambda self: True)
+            loops[1].step()
+    assert same(values(alone[0]), values(together[0]))

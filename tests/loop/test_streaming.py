@@ -288,7 +288,7 @@ def train(rank: int, world: int) -> list[str]:
             wander(model, rank, step)
             for r, simulated in enumerate(models):
                 wander(simulated, r, step)
-            reports = merger.step(tokens=rank + 1), loop.step(tokens=[1, 2, 3][:world])
+            reports = merger.step(tokens=rank + 1), loop.step(tokens=list(range(1, world + 1)))
             if not same(values(model), values(models[rank])):
                 wrong.append(f"{name} at {step}")
             if [r and (r.round, r.fragment, r.tokens) for r in reports[:1]] != [
@@ -302,7 +302,7 @@ def train(rank: int, world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_distributed_equals_simulated(world: int) -> None:
     assert run_ranks(world, train) == [[]] * world
 
