@@ -89,7 +89,7 @@ class LoopedMerger(OuterLoop):
         verify_every: int = 0,
         exclude: str | Sequence[str] = DEFAULT_LOOP_EXCLUDE,
         seed: int = 0,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = 32 << 20,
         report: str = "cheap",
         on_event: OnReport | None = None,
         **options: Any,

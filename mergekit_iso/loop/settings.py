@@ -72,7 +72,7 @@ class LoopSettings(Options):
     seed: int = 0
     bucket_bytes: Annotated[
         int, Field(ge=1, description="bytes of one exchange; a larger tensor has its own")
-    ] = 64 << 20
+    ] = 32 << 20
     report: Annotated[
         Literal["cheap", "full"],
         Field(description="measure workers on a sample, or on every entry and with spectra"),
